@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 
@@ -23,6 +26,8 @@ SLICE_S = 0.02
 """A process that is slowed runs and stands still in turns that are about as short as this."""
 
 QUICKEN_S = 5.0
+WAKER = "import sys, time, psutil; who = psutil.Process(int(sys.argv[1])); time.sleep(float(sys.argv[2])); who.resume()"
+"""psutil makes sure, by when it was started, that it is still the same process."""
 
 
 class Hand:
@@ -42,12 +47,28 @@ class Hand:
         """SIGKILLs a process of a run; False if it is gone."""
         return self._signal(pid, signal.SIGKILL)
 
-    def freeze(self, pid: int) -> bool:
-        """SIGSTOPs a process of a run, also one that is slow; False if it is gone."""
+    def freeze(self, pid: int, lasts: float | None = None) -> bool:
+        """SIGSTOPs a process of a run, also one that is slow; False if it is gone.
+
+        Args:
+            lasts: seconds after which it runs again, also if whoever should thaw it is gone by then.
+        """
+        if lasts is not None:
+            self.wake_later(pid, lasts)
         with self._lock:
             frozen = self._signal(pid, signal.SIGSTOP)
             self._frozen |= {self._ours(pid)} if frozen else set()
         return frozen
+
+    def wake_later(self, pid: int, seconds: float) -> bool:
+        """Leaves a process behind that SIGCONTs this one after so long, and outlives the hand and the driver, also where they
+        are killed: it is nobody's child, since Ray ends those of its workers. False if it is gone."""
+        if self._ours(pid) is None:
+            return False
+        waker = [sys.executable, "-c", WAKER, str(pid), str(seconds)]
+        quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        subprocess.run(["/bin/sh", "-c", '"$@" &', "sh", *waker], check=True, start_new_session=True, **quiet)
+        return True
 
     def thaw(self, pid: int) -> bool:
         """SIGCONTs a process of a run; False if it is gone."""

@@ -20,7 +20,7 @@ from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.policy.states import State
 from raytrain_ft.result import Result
 from raytrain_ft.scenario import Event
-from raytrain_ft.signals import at_sigterm
+from raytrain_ft.signals import at_sighup, at_sigterm
 from raytrain_ft.trainer import Trainer
 
 POLL_S = 0.05
@@ -81,16 +81,15 @@ class Rehearsal:
 
     def play(self) -> Played:
         """Trains to the end, and strikes meanwhile. On the main thread: only there can Ray add nodes to a laptop cluster."""
-        # as Ctrl-C: the run is ended, and nothing stays frozen
-        with at_sigterm(signal.default_int_handler), ThreadPoolExecutor(1) as pool:
+        ended = signal.default_int_handler  # as Ctrl-C: the run is ended, and nothing stays frozen
+        with at_sigterm(ended), at_sighup(ended), ThreadPoolExecutor(1) as pool:
             training = pool.submit(self._trainer.fit)
             try:
                 self._strike_until(training)
             except FTError as error:  # the drill breaks off; what it has struck until then is still to be told
                 self.played.error = error
             finally:
-                if not training.done():
-                    self._end_all()  # first: a frozen supervisor cannot be asked for anything
+                self._end_all()  # first: a frozen supervisor cannot be asked for anything
                 deadline = time.monotonic() + ABORT_S
                 while not training.done() and time.monotonic() < deadline:  # Ctrl-C, or an error here
                     self._watch.abort("the drill was interrupted")
@@ -182,8 +181,9 @@ class Rehearsal:
     def _touch(self, event: Event, node: str | None, pid: int | None) -> bool:
         if node is None or pid is None:
             return False
-        more = (event.factor,) if event.factor is not None else ()
         lasts, end = self._end_of(event, node, pid)
+        how = (event.factor, lasts if event.action == "freeze" else None)
+        more = [number for number in how if number is not None]
         return self._strike_for(lasts, lambda: self._ground.hand(node, HANDS[event.action], pid, *more), end)
 
     def _strike_supervisor(self, due: Due) -> bool:
@@ -311,6 +311,7 @@ class Rehearsal:
                 lasts, end = self._end_of(planted.what, node, pid)
                 if lasts is not None:
                     self._after(lasts, end, always=True)
+                    self._ground.hand(node, "wake_later", pid, lasts)  # it has frozen itself
 
     def _node_of(self, member: str | None) -> str | None:
         account = self._watch.account or {}

@@ -120,6 +120,17 @@ def test_a_process_of_a_run_is_frozen_thawed_and_killed() -> None:
         worker.wait(timeout=10)
 
 
+def test_a_freeze_ends_though_nobody_is_left_to_thaw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What wakes it is no child of the hand: Ray ends those."""
+    with process("ray::Worker.run") as worker, process("somebody") as other:
+        assert Hand().freeze(worker.pid, 1.0)
+        assert becomes(worker, psutil.STATUS_STOPPED)
+        assert {child.pid for child in psutil.Process().children(recursive=True)} == {worker.pid, other.pid}
+        assert becomes(worker, *GOES_ON)
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it is nobody's"))
+        assert not Hand().wake_later(other.pid, 1.0)
+
+
 def test_a_slow_process_stands_still_most_of_the_time_and_no_longer_when_it_is_over() -> None:
     hand, turns = Hand(), []
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -395,7 +397,7 @@ def test_a_supervisor_that_froze_at_a_point_is_thawed(tmp_path: Path, monkeypatc
     (tmp_path / "faults" / fault.name).write_text("1.0 5 1.0 head")
     played, ground = play(tmp_path, scenario(), planted, until=lambda played: played.struck, monkeypatch=monkeypatch)
     assert played.struck[0].members == ("supervisor",)
-    assert ground.done == [("thaw", "head", 5)]
+    assert ground.done == [("wake_later", "head", 5), ("thaw", "head", 5)]
 
 
 def test_what_comes_at_random_and_cannot_strike_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,6 +511,30 @@ def test_who_was_frozen_is_thawed_before_an_interrupted_run_is_waited_for(
     with pytest.raises(KeyboardInterrupt):
         engine.Rehearsal(ground, trainer, tmp_path, Schedule(asked)).play()
     assert ended.is_set()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_is_closed_ends_a_drill_as_ctrl_c_does(
+    ignored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else who is frozen stays so; not under nohup, where it goes on."""
+
+    class Closed(Ground):
+        def hand(self, node: str, what: str, pid: int, *more: float) -> bool:
+            super().hand(node, what, pid, *more)
+            if what == "freeze":
+                assert more == (60,), "whoever is left behind wakes it then"
+                signal.raise_signal(signal.SIGHUP)
+            return True
+
+    asked, ground = scenario(Event(action="freeze", who=Who(node=0), when=When(seconds=0.01), lasts=60)), Closed()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else lambda *_: pytest.fail("not heeded"))
+    try:
+        with nullcontext() if ignored else pytest.raises(KeyboardInterrupt):
+            play(tmp_path, asked, until=lambda _: ground.done, monkeypatch=monkeypatch, ground=ground)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ground.done == [("freeze", "n0", 10), ("thaw", "n0", 10)]
 
 
 def test_the_account_of_a_run_that_has_ended_says_nothing_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
