@@ -12,7 +12,7 @@ from pathlib import Path
 from raytrain_ft.policy.units import counted
 from raytrain_ft.runtime.event_log import each_record
 from raytrain_ft.runtime.report_data import Account, Checkpoint, Decision, Facts, gather
-from raytrain_ft.runtime.report_figures import MOST_BARS, draw
+from raytrain_ft.runtime.report_figures import MOST_BARS, MOST_SPANS, draw, one_in
 from raytrain_ft.runtime.report_style import COLOURS
 from raytrain_ft.storage.draft import draft_of
 
@@ -81,9 +81,12 @@ def build(records: Iterable[dict], name: str = "") -> str:
     facts = gather(records, name)
     figures = draw(facts)
     cut = f" The {MOST_BARS} longest are drawn." if len(facts.recoveries) > MOST_BARS else ""
+    many = len(facts.recoveries)
+    marked = f" Of {many:,} recoveries, the {MOST_SPANS} longest are marked." if many > MOST_SPANS else ""
+    some = f" Of {len(facts.failures):,} that failed, one in {one_in(facts)} is drawn." if one_in(facts) > 1 else ""
     parts = [
         _head(facts),
-        _section("steps", "Steps over time", STEPS, figures),
+        _section("steps", "Steps over time", f"{STEPS}{marked}", figures),
         _section(
             "phases",
             "Recoveries, phase by phase",
@@ -91,8 +94,8 @@ def build(records: Iterable[dict], name: str = "") -> str:
             figures,
             _recoveries(facts),
         ),
-        _section("loss", "Loss over steps", "Mean over the global batch, as it was reported.", figures),
-        _section("checkpoints", "Checkpoints", CHECKPOINT, figures, _checkpoints(facts)),
+        _section("loss", "Loss over steps", f"Mean over the global batch, as it was reported.{marked}", figures),
+        _section("checkpoints", "Checkpoints", f"{CHECKPOINT}{marked}{some}", figures, _checkpoints(facts)),
         _section("interval", "Checkpoint interval k", INTERVAL, figures, _decisions(facts)),
     ]
     policy = "default-src 'none'; style-src 'unsafe-inline'"

@@ -111,10 +111,15 @@ def _mark_disturbances(axes: Axes, facts: Facts) -> None:
 
 def _shade(axes: Axes, facts: Facts) -> None:
     least = facts.seconds * 0.0015  # so that a recovery of milliseconds in a run of hours is still seen
-    spans = [(account.at, max((account.end or account.at) - account.at, least)) for account in facts.recoveries[:MOST_SPANS]]
+    spans = [(account.at, max(account.seconds or 0.0, least)) for account in shaded(facts)]
     if spans:
         look = {"color": ORANGE, "alpha": 0.28, "linewidth": 0, "label": "recovery", "zorder": 0.5}
         axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), **look)
+
+
+def shaded(facts: Facts) -> list[Account]:
+    """The recoveries that are marked in the figures: all, or the longest ones. Those without an end count as short."""
+    return sorted(facts.recoveries, key=lambda account: account.seconds or 0.0, reverse=True)[:MOST_SPANS]
 
 
 def _name_recoveries(axes: Axes, facts: Facts) -> None:
@@ -142,10 +147,10 @@ def _lanes(axes: Axes, facts: Facts) -> None:
     axes.grid(visible=False)
     axes.set_ylim(-0.55, 1.55)
     axes.set_yticks([1, 0], ["recoveries", "checkpoints"], fontsize=8)
-    least = facts.seconds * 0.0008
+    least, marked = facts.seconds * 0.0008, shaded(facts)
     for phase, colour in PHASES.items():
-        found = [(begin, max(end - begin, least)) for a in facts.recoveries for name, begin, end in a.phases if name == phase]
-        axes.broken_barh(found[:MOST_SPANS], (0.66, 0.68), color=colour, linewidth=0)
+        found = [(begin, max(end - begin, least)) for a in marked for name, begin, end in a.phases if name == phase]
+        axes.broken_barh(found, (0.66, 0.68), color=colour, linewidth=0)
     done = [(c.at, 0.0) for c in facts.checkpoints]
     failed = [(c.at, 0.0) for c in facts.failures]
     for points, marker, colour in ((done, "|", GREEN), (failed, "x", RED)):
@@ -203,7 +208,7 @@ def _loss(facts: Facts) -> Figure:
     values = [value for _, value in points]
     few = len(points) <= 60
     axes.plot(*zip(*points, strict=True), color=BLUE, linewidth=1.8, marker="o" if few else None, markersize=3.2, label="loss")
-    steps = [account.step for account in facts.recoveries if account.step is not None][:MOST_SPANS]
+    steps = [account.step for account in shaded(facts) if account.step is not None]
     if steps:
         look = {"color": ORANGE, "linewidth": 1.2, "alpha": 0.8 if len(steps) < 30 else 0.3, "zorder": 1, "label": "recovery"}
         axes.vlines(steps, 0, 1, transform=axes.get_xaxis_transform(), **look)
@@ -232,11 +237,16 @@ def _checkpoints(facts: Facts) -> Figure:
     ):
         found = [(c.at, value) for c in facts.checkpoints if (value := getattr(c, name)) is not None]
         _stems(axes, found, words, colour)
-        failed = [checkpoint.at for checkpoint in facts.failures[:MOST_SPANS]]
+        failed = [checkpoint.at for checkpoint in facts.failures[:: one_in(facts)]]
         axes.vlines(failed, 0, 1, color=RED, linewidth=1, linestyle=(0, (3, 3)), transform=axes.get_xaxis_transform())
         _shade(axes, facts)
     seconds_axis(rows[-1], facts.seconds)
     return figure
+
+
+def one_in(facts: Facts) -> int:
+    """Of so many checkpoints that failed, one is marked."""
+    return max(1, -(-len(facts.failures) // MOST_SPANS))
 
 
 def _stems(axes: Axes, points: list[Point], words: str, colour: str) -> None:

@@ -24,6 +24,7 @@ from raytrain_ft.runtime import report, report_data, timeline
 from raytrain_ft.runtime.event_log import EventLog, read_records
 from raytrain_ft.runtime.notes import Notes, draw
 from raytrain_ft.runtime.report_data import LARGEST, gather, thin
+from raytrain_ft.runtime.report_figures import one_in, shaded
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;$\\frac{1}{0}$ \ud800 \x00 -->]]></style></svg>"
 VOID = {"meta", "img", "br", "path", "use", "rect", "link"}
@@ -270,6 +271,23 @@ def test_thinning_keeps_ends_order_and_peaks() -> None:
     assert few == sorted(few)
     assert (few[0], few[-1]) == (points[0], points[-1])
     assert (4321.0, 1.0) in few
+
+
+@pytest.mark.parametrize("many", [300, 901])
+def test_of_very_many_recoveries_the_longest_are_marked_and_that_is_said(many: int) -> None:
+    """They come last: the first ones are the shortest."""
+    records: list[Any] = [{"event": "RunStarted", "at": 0.0}]
+    records += [
+        {"event": "Recovery", "cause": "gone", "detected": 10.0 * n, "resumed": 10.0 * n + n / many, "step": n}
+        for n in range(many)
+    ]
+    records += [{"event": "CheckpointFailed", "at": 10.0 * n, "step": n, "reason": "full"} for n in range(many)]
+    facts = gather(records)
+    assert sorted(account.at for account in shaded(facts)) == [10.0 * n for n in range(many - 300, many)]
+    assert len(facts.failures[:: one_in(facts)]) in (226, 300)
+    said = " ".join(checked(records).text)
+    assert ("Of 901 recoveries, the 300 longest are marked." in said) == (many > 300)
+    assert ("Of 901 that failed, one in 4 is drawn." in said) == (many > 300)
 
 
 def test_numbers_that_are_not_measurements_are_left_out() -> None:
