@@ -84,7 +84,13 @@ _ALL = (
         ("noticed_by",),
     ),
     Metric("train_ft_supervisor_restarts", "counter", "", "times that the supervisor came back after its own loss"),
-    Metric("train_ft_samples_lost", "counter", "samples", "samples whose update was left out, and that are not read again"),
+    Metric(
+        "train_ft_samples_lost",
+        "counter",
+        "samples",
+        "samples whose update was left out, and that are not read again; it is not taken back if the run goes back to a"
+        " checkpoint from before them",
+    ),
     Metric("train_ft_checkpoints", "counter", "", "checkpoints by outcome: committed or failed", ("outcome",)),
     Metric("train_ft_checkpoint_interval_steps", "gauge", "steps", "steps between two checkpoints, k, as chosen last"),
     Metric("train_ft_checkpoint_bytes", "gauge", "bytes", "size of the newest checkpoint"),
