@@ -20,8 +20,8 @@ class Watch:
     """Asks the supervisor how the run stands, and never waits for it long.
 
     Attributes:
-        account: the latest. offsets: of each life of the supervisor (by its process), what to subtract from `clock` for the
-            time in its records; of the answer that came fastest.
+        account: the latest. offsets: of each life of the supervisor (by its node and process), what to subtract from `clock`
+            for the time in its records; of the answer that came fastest.
     """
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
@@ -30,8 +30,8 @@ class Watch:
         self._supervisor: Any = None
         self._asked: tuple[Any, float] | None = None
         self.account: dict[str, Any] | None = None
-        self.offsets: dict[int, float] = {}
-        self._fastest: dict[int, float] = {}
+        self.offsets: dict[tuple[str, int], float] = {}
+        self._fastest: dict[tuple[str, int], float] = {}
 
     def look(self, seconds: float) -> bool:
         """Waits up to so long for news; whether there are any."""
@@ -49,10 +49,10 @@ class Watch:
             self._supervisor = self._asked = None
             time.sleep(max(0.0, deadline - time.monotonic()))
             return False
-        took, pid = self._clock() - asked, account["pid"]
+        took, life = self._clock() - asked, (account["node"], account["pid"])
         ended = account["state"] in ENDED  # its seconds stand still
-        if not ended and took < self._fastest.get(pid, math.inf):
-            self._fastest[pid], self.offsets[pid] = took, asked + took / 2 - account["seconds"]
+        if not ended and took < self._fastest.get(life, math.inf):
+            self._fastest[life], self.offsets[life] = took, asked + took / 2 - account["seconds"]
         self.account = account
         time.sleep(max(0.0, deadline - time.monotonic()))
         return True

@@ -548,7 +548,7 @@ def test_the_account_of_a_run_that_has_ended_says_nothing_of_the_clock(monkeypat
     assert (watch.offsets, watch.account and watch.account["state"]) == ({}, "FINISHED")
     state = "RUNNING"
     assert watch.look(0.0)
-    assert watch.offsets == {5: 99.0}
+    assert watch.offsets == {("head", 5): 99.0}
 
 
 @pytest.mark.parametrize("up", [False, True])
