@@ -28,9 +28,11 @@ MOST_FREE = 1000
 """The latest of them, where there are more."""
 HICCUP = 10
 """Of these, one counts for no more than so many median ones; of those with a checkpoint under way, for no more than so many of
-what a step takes by itself, and what training has waited for checkpoints. The budget is about the mean, and a median would
-charge steps that regularly take a few times as long to the checkpoints beside which they happen to be. But a pause of a minute
-says nothing of steps of a tenth of a second."""
+what a step takes by itself, and what training has waited for checkpoints, unless most checkpoints have one. The budget is about
+the mean, and a median would charge steps that regularly take a few times as long to the checkpoints beside which they happen to
+be. But a pause of a minute says nothing of steps of a tenth of a second."""
+USUAL = 0.5
+"""More hiccups than this for each checkpoint come of checkpoints."""
 UNSEEN = 10
 """Judgements in a row without steps that say what one takes by itself, as where a checkpoint is under way in each: then one is
 put off until there are some."""
@@ -108,7 +110,8 @@ class Stretch:
     Attributes:
         steps: how many; busy: of them, those that had a checkpoint under way.
         looked_s: what it took to see whether a checkpoint is due; it is in none of the following.
-        busy_s: what the busy ones took together; least: the shortest of them; beyond_s: what hiccups took of it.
+        busy_s: what the busy ones took together; least: the shortest of them.
+        hiccups: how many of them were one; beyond_s: what these took beyond what counts of one.
         free: what each of the others took; updates: of it, its weight update.
         costs: of the checkpoints that became durable; waited: for those that were not yet when the next one was due.
     """
@@ -118,6 +121,7 @@ class Stretch:
     looked_s: float = 0.0
     busy_s: float = 0.0
     least: float = math.inf
+    hiccups: int = 0
     beyond_s: float = 0.0
     free: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_FREE))
     updates: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_FREE))
@@ -130,9 +134,9 @@ class Stretch:
         return self.waited + sum(costs.stall for costs in self.costs)
 
     @property
-    def charged_s(self) -> float:
-        """What the busy ones took, but for hiccups that no wait for a checkpoint explains."""
-        return self.busy_s - max(0.0, self.beyond_s - self.stood)
+    def unexplained_s(self) -> float:
+        """What hiccups took that no wait for a checkpoint explains."""
+        return max(0.0, self.beyond_s - self.stood)
 
     def take(self, seconds: float, update_s: float, looked_s: float, *, most: float, free: bool) -> None:
         """One more step. most: what is longer is a hiccup, if a checkpoint is under way."""
@@ -143,7 +147,7 @@ class Stretch:
             self.updates.append(update_s)
         else:
             self.busy, self.busy_s, self.least = self.busy + 1, self.busy_s + seconds, min(self.least, seconds)
-            self.beyond_s += max(0.0, seconds - most)
+            self.hiccups, self.beyond_s = self.hiccups + (seconds > most), self.beyond_s + max(0.0, seconds - most)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -171,6 +175,7 @@ class Tuner:
     _stretch: Stretch = field(default_factory=Stretch)
     _overhead: float | None = None
     _looks: float = 0.0  # share of the time that goes to seeing whether a checkpoint is due
+    _hiccups: float = 0.0  # per checkpoint, of late
     _deviation: float = 0.0
     _tried: int = 0
     _unseen: int = 0  # judgements in a row that had too few free steps
@@ -265,6 +270,8 @@ class Tuner:
     def began(self, step: int) -> Decision | None:
         """A checkpoint is taken after this step. What the intervals before it tell, once they have enough steps."""
         decision = None
+        if self._unseen >= UNSEEN:  # it was put off, whatever came of that
+            self._unseen = 0
         if self.profile is None or not self._stands:
             self._take_free()
             self._stretch = Stretch()
@@ -323,7 +330,9 @@ class Tuner:
         self._take()
         assert self.profile is not None
         count, base = len(stretch.costs), self.profile.iteration * stretch.steps
-        extra = stretch.charged_s - self.profile.iteration * stretch.busy
+        self._hiccups += (1 - (1 - SMOOTHING) ** count) * (stretch.hiccups / count - self._hiccups)
+        pauses = 0.0 if self._hiccups > USUAL else stretch.unexplained_s  # what comes with most checkpoints is a cost of theirs
+        extra = stretch.busy_s - pauses - self.profile.iteration * stretch.busy
         overhead = (extra - stretch.waited) / count  # may be negative: steps vary, and only the mean of many tells
         weight = 1.0 if self._overhead is None else 1 - (1 - SMOOTHING) ** count
         self._overhead = (1 - weight) * (self._overhead or 0.0) + weight * overhead

@@ -136,7 +136,12 @@ class Library:
         if self._in_memory:
             return self._held(incarnation)
         if self._lock is not None:
-            self._lock.fence(incarnation)
+            try:
+                self._lock.fence(incarnation)
+            except LockedError:
+                raise
+            except StorageError as error:  # what cannot be written now can be read; it is said with the next renewal
+                warnings.warn(f"going back to a checkpoint: {error}", stacklevel=1)
         return self._stored()
 
     def _stored(self) -> tuple[m.Stored, ...]:

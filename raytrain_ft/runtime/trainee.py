@@ -248,8 +248,10 @@ class Trainee:
         outcome = recovery.reconcile(self.replica, plan, transfer, self._spec.sampling, command.incarnation)
         if outcome.commit is not None:
             self._connections.note_agreed(outcome.commit.attempt.step, plan.agreed)
-            self._await_flushed(fence)  # who replays may need it
-            self._heartbeat.committed(outcome.commit)
+            try:
+                self._await_flushed(fence)  # who replays may need it
+            finally:  # it is committed, whatever comes next
+                self._heartbeat.committed(outcome.commit)
         if outcome.lost is not None:
             self._heartbeat.note("SamplesLost", outcome.lost)
         if outcome.commit is not None or outcome.lost is not None:

@@ -96,7 +96,7 @@ class WriterLock:
         self.owner = owner
         self.new = new
         self.lost = ""
-        self._seen, self._doubtful = _passed(), False
+        self._seen, self._doubtful, self._since = _passed(), False, owner.since
         self._writing = threading.Lock()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="writer-lock", daemon=True)
@@ -105,11 +105,13 @@ class WriterLock:
     def _renew(self) -> None:
         while not self.lost and not self._released.wait(RENEW_S):
             with suppress(StorageError):  # the storage may come back; if it does not, others take over after the lease
-                self._say(self.owner.since)
+                self._say()
 
-    def _say(self, since: int) -> None:
-        """Once more whose the right is, unless it is another's by now."""
+    def _say(self) -> None:
+        """Once more whose the right is, unless it is another's by now, or was given up."""
         with self._writing:
+            if self._released.is_set():
+                return
             found = read_owner(self._storage)
             mine = found is not None and (found.owner, found.epoch) == (self.owner.owner, self.owner.epoch)
             gone = found is None and _passed() - self._seen < LEASE_S  # so nobody can have succeeded this owner
@@ -119,7 +121,7 @@ class WriterLock:
                 return
             self._seen = _passed()
             said = found.since if found is not None and mine else 0  # perhaps by another process of this owner
-            self.owner = replace(self.owner, renewed=self.owner.renewed + 1, since=max(since, self.owner.since, said))
+            self.owner = replace(self.owner, renewed=self.owner.renewed + 1, since=max(self._since, said))
             _write(self._storage, self.owner)
             self._doubtful |= _passed() - self._seen > LEASE_S
             if self._doubtful and _was_succeeded(self._storage, self.owner.epoch):
@@ -131,10 +133,11 @@ class WriterLock:
         could tell them that they are over, but not from this storage.
 
         Raises:
-            LockedError: another has the right. StorageError: it cannot be said now.
+            LockedError: another has the right. StorageError: it cannot be said now; it is with the next renewal that succeeds.
         """
+        self._since = max(self._since, since)
         if not self.lost:
-            self._say(since)
+            self._say()
         if self.lost:
             raise LockedError(self.lost)
 
@@ -148,11 +151,15 @@ class WriterLock:
         self.hand_over()
         if self._thread.is_alive():
             return  # in a storage that hangs; it runs out by itself
+        if not self._writing.acquire(timeout=LEASE_S):
+            return
         try:
             if holds(self._storage, self.owner.owner, self.owner.epoch):
                 _write(self._storage, replace(self.owner, renewed=-1))
         except StorageError:
             return  # it runs out by itself
+        finally:
+            self._writing.release()
 
 
 def acquire(storage: Storage, owner: str) -> WriterLock:

@@ -145,6 +145,7 @@ class Checkpointer:
         if self._copy is not None:
             self._copy.wait(go_on)
             self._copy.join()
+        self._capture, self._own = lambda: ((), {}), lambda: ()  # what they refer to is not kept while storage is waited for
         self._persister.close(timeout_s)
         if self._preparing is not None:
             self._preparing.join(timeout_s)
@@ -361,9 +362,7 @@ class Checkpointer:
             except Exception as error:
                 reason = f"the persister could not be given its job: {error!r}"
             else:
-                # Each is called whatever became of the one before: without an outcome, all checkpoints after it are left out.
-                done.add_done_callback(lambda done: self._persisted(job, copy, done.result(), began))
-                done.add_done_callback(lambda done: outcome.set_result(done.result()))
+                done.add_done_callback(lambda done: self._persisted(job, copy, done.result(), outcome, began))
                 if job is self._void:  # since that was looked at
                     self._persister.cancel(job.name)
                 return
@@ -372,8 +371,14 @@ class Checkpointer:
         finally:
             outcome.set_result(Outcome(reason, 0.0, 0))
 
-    def _persisted(self, job: Job, copy: Copy, result: Outcome, began: float) -> None:
+    def _persisted(self, job: Job, copy: Copy, result: Outcome, outcome: Future[Outcome], began: float) -> None:
         """The persister is done. Runs on its listening thread."""
+        try:
+            self._tell_end(job, copy, result, began)
+        finally:  # without an outcome, all checkpoints after it would be left out
+            outcome.set_result(result)
+
+    def _tell_end(self, job: Job, copy: Copy, result: Outcome, began: float) -> None:
         assert copy.seconds is not None
         # What training waits for, which on a busy machine is more than the persister's own time.
         seconds = time.monotonic() - began

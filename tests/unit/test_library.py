@@ -87,6 +87,34 @@ def test_who_looks_what_there_is_to_go_back_to_ends_what_earlier_worlds_write(tm
     asyncio.run(live())
 
 
+def test_storage_that_can_only_be_read_now_is_gone_back_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is full, say. What cannot be said in it now is said with the next renewal."""
+    monkeypatch.setattr(lock, "RENEW_S", 0.05)
+    library, told = library_of(tmp_path, "auto", "a"), asyncio.Queue[m.Event]()
+    write, full = lock._write, [True]
+
+    def fail(*about: Any) -> None:
+        if full:
+            raise StorageError("no space left on device")
+        write(*about)
+
+    async def live() -> None:
+        await library.open()
+        about = {"owner": "a", "epoch": library.epoch, "values": {"records": []}}
+        await asyncio.to_thread(save, Place(str(tmp_path)), 5, {"w": torch.zeros(3)}, **about)
+        monkeypatch.setattr(lock, "_write", fail)
+        library.find(4, 0, told.put_nowait)
+        found = await asyncio.wait_for(told.get(), 30)
+        assert [one.step for one in found.stored] == [5]
+        full.clear()
+        while (await asyncio.to_thread(lock.read_owner, LocalStorage(tmp_path))).since != 4:  # pyright: ignore
+            await asyncio.sleep(0.05)
+        await library.close()
+
+    with pytest.warns(UserWarning, match="no space left"):
+        asyncio.run(live())
+
+
 def test_as_many_are_found_as_are_remembered_of_those_to_go_back_to(tmp_path: Path) -> None:
     """There may be thousands. But others that are newer, which cannot be loaded or were given up, hide none of them."""
     place, library = Place(str(tmp_path)), library_of(tmp_path, "auto", "a")
