@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from raytrain_ft.errors import ConfigError, TaskError
+from raytrain_ft.errors import TaskError
 from raytrain_ft.training.state import kept
 
 ONE_STATE = (
@@ -21,13 +21,10 @@ def check_stored(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuses an optimizer that keeps something which is not the state of one of the model's parameters, or cannot be sent.
 
     Raises:
-        TaskError: naming where it is.
+        ConfigError: it cannot be sent. TaskError: it is not of a parameter. Both name where it is.
     """
     for name, p in model.named_parameters():
-        try:
-            kept(optimizer, name, p)
-        except ConfigError as error:
-            raise TaskError(str(error)) from error
+        kept(optimizer, name, p)
     known = {id(p) for p in model.parameters()}
     for key, value in optimizer.state.items():
         if id(key) not in known and _is_something(value):

@@ -583,7 +583,7 @@ def test_what_could_not_be_sent_to_a_replacement_is_refused_in_the_first_step(ke
 
     replica, links = replica_of(Task(lambda: nn.Linear(3, 2)))
     replica.state.optimizer = Keeping(replica.state.model.parameters(), lr=0.1)
-    with pytest.raises(TaskError, match=words):
+    with pytest.raises(ConfigError, match=words):
         replica.train_step(links)
     replica.loader.stop()
 
