@@ -109,7 +109,9 @@ class WriterLock:
 
     def _say(self) -> None:
         """Once more whose the right is, unless it is another's by now, or was given up."""
-        with self._writing:
+        if not self._writing.acquire(timeout=LEASE_S):
+            raise UnreachableError(f"{self._storage.uri}/{FILE} has been being written for {LEASE_S:g} s")
+        try:
             if self._released.is_set():
                 return
             found = read_owner(self._storage)
@@ -127,6 +129,8 @@ class WriterLock:
             if self._doubtful and _was_succeeded(self._storage, self.owner.epoch):
                 self.lost = _succeeded(self._storage, None)
             self._doubtful = False
+        finally:
+            self._writing.release()
 
     def fence(self, since: int) -> None:
         """Worlds of an earlier incarnation commit nothing from now on, and delete nothing: some may be cut off from all who

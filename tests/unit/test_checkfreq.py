@@ -1377,19 +1377,21 @@ def test_another_dataset_of_the_same_length_is_refused(run_directory: Path) -> N
         assert (run.step, other.loader.position) == (12, Position(2, 16)), "of the same length: it goes on where it stood"
 
 
-def test_a_checkpoint_that_does_not_tell_what_its_data_looked_like_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("part", "name", "without"), [("datasets", "loader", "samples"), ("objects", "optimizer", "names")])
+def test_a_checkpoint_that_does_not_tell_all_that_is_compared_now_is_resumed(
+    part: str, name: str, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier versions wrote such ones."""
+    """Earlier versions wrote such ones: of what the data looked like, or of the optimizer's parameters they said nothing."""
     values = resume.values
 
-    def without_samples(*given: Any) -> dict[str, Any]:
+    def earlier(*given: Any) -> dict[str, Any]:
         found = values(*given)
-        del found["datasets"]["loader"]["samples"]
+        del found[part][name][without]
         return found
 
-    with monkeypatch.context() as earlier:
-        earlier.setattr(resume, "values", without_samples)
+    with monkeypatch.context() as then:
+        then.setattr(resume, "values", earlier)
+        then.setattr(Session, "_compare_given", lambda *_: None)
         trained(tmp_path, 3)
     with checkfreq.open(tmp_path, resume="require", **Setup().objects) as run:
         assert run.step == 3
@@ -1443,25 +1445,6 @@ def test_parameters_of_an_optimizer_that_have_changed_places_are_told_apart(tmp_
     assert "optimizer: group 0, parameter 1 is model/k.weight in the checkpoint, model/q.weight here" in str(caught.value)
     launch("q", "k", apart=True, override={"a_part"})
     launch("q", "k", override={"a_part"})
-
-
-def test_a_checkpoint_without_the_names_of_an_optimizers_parameters_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Earlier versions wrote such ones."""
-    values = resume.values
-
-    def without_names(*given: Any) -> dict[str, Any]:
-        found = values(*given)
-        del found["objects"]["optimizer"]["names"]
-        return found
-
-    with monkeypatch.context() as earlier:
-        earlier.setattr(resume, "values", without_names)
-        earlier.setattr(Session, "_compare_given", lambda *_: None)
-        trained(tmp_path, 3)
-    with checkfreq.open(tmp_path, resume="require", **Setup().objects) as run:
-        assert run.step == 3
 
 
 def test_groups_of_an_optimizer_are_compared(run_directory: Path) -> None:

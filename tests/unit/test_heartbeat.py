@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,18 @@ from raytrain_ft.runtime.software import CODE, pack
 from raytrain_ft.runtime.spec import Beat, Pace
 
 HOUR = 3600.0
+
+
+def heard_by(hear: Callable[[Beat], Pace], interval_s: float, monkeypatch: pytest.MonkeyPatch) -> Heartbeat:
+    """One that has begun; of its steps the numbers are told alone."""
+    monkeypatch.setattr(heartbeat, "_record", lambda commits: [commit.step for commit in commits])
+    monkeypatch.setattr(heartbeat, "_shared_out", lambda commit: commit.attempt.replicas)
+    monkeypatch.setattr(heartbeat.ray, "get", lambda beat, timeout: hear(beat))
+    supervisor: Any = SimpleNamespace(beat=SimpleNamespace(remote=lambda beat: beat))
+    spec: Any = SimpleNamespace(heartbeat_interval=interval_s, lease=5.0)
+    beating = Heartbeat("w0", spec, supervisor, tuple)
+    beating.start()
+    return beating
 
 
 @pytest.mark.parametrize(
@@ -137,13 +150,7 @@ def test_records_of_an_old_run_are_rare_also_after_a_recovery(monkeypatch: pytes
         heard.append(beat)
         return Pace(1e6, 5 * HOUR)
 
-    monkeypatch.setattr(heartbeat, "_record", lambda commits: [commit.step for commit in commits])
-    monkeypatch.setattr(heartbeat, "_shared_out", lambda commit: commit.attempt.replicas)
-    monkeypatch.setattr(heartbeat.ray, "get", lambda beat, timeout: hear(beat))
-    supervisor: Any = SimpleNamespace(beat=SimpleNamespace(remote=lambda beat: beat))
-    spec: Any = SimpleNamespace(heartbeat_interval=0.01, lease=5.0)
-    beating = Heartbeat("w0", spec, supervisor, tuple)
-    beating.start()
+    beating = heard_by(hear, 0.01, monkeypatch)
     deadline = time.monotonic() + 10.0
     while not heard and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -193,13 +200,7 @@ def test_a_checkpoint_holds_what_was_told_a_moment_ago_too(monkeypatch: pytest.M
         heard.extend(beat.commits)
         return Pace(1e6, 0.0)
 
-    monkeypatch.setattr(heartbeat, "_record", lambda commits: [commit.step for commit in commits])
-    monkeypatch.setattr(heartbeat, "_shared_out", lambda commit: commit.attempt.replicas)
-    monkeypatch.setattr(heartbeat.ray, "get", lambda beat, timeout: hear(beat))
-    supervisor: Any = SimpleNamespace(beat=SimpleNamespace(remote=lambda beat: beat))
-    spec: Any = SimpleNamespace(heartbeat_interval=1e6, lease=5.0)
-    beating = Heartbeat("w0", spec, supervisor, tuple)
-    beating.start()
+    beating = heard_by(hear, 1e6, monkeypatch)
     beating.running(1, 0)
     steps: list[Any] = [SimpleNamespace(step=step, attempt=SimpleNamespace(replicas=2)) for step in (10, 11)]
     beating.committed(steps[0])  # the first of an incarnation goes out at once

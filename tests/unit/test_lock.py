@@ -23,7 +23,7 @@ import pyarrow.fs as pafs
 import pytest
 from store import OWNER, newest, own, save, state, step_of, two_checkpoints
 
-from raytrain_ft.errors import LockedError, StorageError
+from raytrain_ft.errors import LockedError, StorageError, UnreachableError
 from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, filesystem, lock, selection
 from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage
@@ -409,6 +409,19 @@ def test_worlds_that_are_over_stay_so_when_it_is_renewed_and_taken_over(
     assert found is not None
     assert (found.owner, found.since) == ("b", 0), "who has given it up says no more"
     other.release()
+
+
+def test_who_looks_for_checkpoints_does_not_wait_for_a_renewal_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = acquire(LocalStorage(tmp_path), "a")
+    monkeypatch.setattr(lock, "LEASE_S", 0.05)
+    with held._writing, pytest.raises(UnreachableError, match=r"writer\.json has been being written"):
+        held.fence(3)
+    held.fence(3)
+    assert held.owner.since == 3
+    monkeypatch.undo()
+    held.release()
 
 
 def test_whoever_lost_the_right_to_write_cannot_commit(tmp_path: Path) -> None:
