@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain_ft.errors import ConfigError
+from raytrain_ft.errors import ConfigError, UndoRefusedError
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage.job import AnyPersister
@@ -30,6 +30,7 @@ from raytrain_ft.training.step import Replica
 from raytrain_ft.training.ties import begin_alike
 from raytrain_ft.training.tuning import Tell
 from raytrain_ft.training.undo import refusals
+from raytrain_ft.training.undo_rules import has_step_hooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class Checkpointing:
 
 
 HALF = (torch.float16, torch.bfloat16)
+HOOKED = "it has hooks, which would be called for each bucket, before the gradients of others are there"
 
 
 def build_replica(
@@ -68,6 +70,7 @@ def build_replica(
     Raises:
         ConfigError: the model has nothing to train, parameters of a kind that cannot be handled, or the dataset is not
             deterministic.
+        UndoRefusedError: updates are to be wait-free, and the schedule has given the optimizer hooks.
     """
     if use_gpu:  # before the task builds anything: it may decide otherwise
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -88,6 +91,8 @@ def build_replica(
         stage=stage if settings.pipeline is not None else None,
         seats=settings.seats,
     )
+    if settings.update == "wait_free" and has_step_hooks(optimizer):  # registered since `check_undo`
+        raise UndoRefusedError(f'RecoveryConfig(update="wait_free"): {HOOKED}. Use update="barrier".')
     seed_all(settings.seed)  # else stages whose models drew more, or less, would read other data if that is drawn as well
     loader = build_loader(task, sampling, reads=settings.pipeline is None or stage in (0, settings.pipeline.stages - 1))
     checkpointer = None
@@ -200,7 +205,5 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def check_undo(optimizer: torch.optim.Optimizer, mode: str) -> list[str]:
     """The reasons why this optimizer cannot update bucket by bucket, or such updates cannot be undone; empty if they can."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    hooks = any(getattr(optimizer, name, None) for name in names)
-    own = ["it has hooks, which would be called for each bucket, before the gradients of others are there"] if hooks else []
+    own = [HOOKED] if has_step_hooks(optimizer) else []
     return [*own, *refusals(optimizer, mode)]  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from raytrain_ft.training.lists import add_number_
 from raytrain_ft.training.undo_rules import (
     TRAINED_IN,
     Mode,
+    call_first,
     hyper_reasons,
     overwrites_gradient,
     reasons_now,
@@ -106,7 +107,7 @@ class Undo:
         self._records: dict[int, Record] = {}
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            call_first(optimizer, self._after_step),  # what other hooks do then, a schedule or a clipping, is not the step's
             optimizer.register_load_state_dict_post_hook(lambda _: self.forget()),
         ]
 

@@ -7,14 +7,19 @@ what only the tensors show).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adafactor, Adamax, AdamW, Muon, Optimizer, Rprop, SparseAdam
-from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.optim.optimizer import (
+    _default_to_fused_or_foreach,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
 from raytrain_ft.errors import ConfigError, UndoRefusedError
 from raytrain_ft.training.inverses import INVERSES
@@ -156,4 +161,29 @@ def overwrites_gradient(hyper: Mapping[str, Any], params: list[Tensor]) -> bool:
     return bool(hyper["foreach"])
 
 
-__all__ = ["TRAINED_IN", "Mode", "hyper_reasons", "overwrites_gradient", "reasons_now", "refusal", "refusals", "scaled_decay"]
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether anything is called before or after each of its steps: registered with it, or with all optimizers."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    own = [getattr(optimizer, name, None) for name in names]
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+
+def call_first(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """Has it called after each step, before whatever else is: torch calls hooks in the order in which they were registered."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
+
+
+__all__ = [
+    "TRAINED_IN",
+    "Mode",
+    "call_first",
+    "has_step_hooks",
+    "hyper_reasons",
+    "overwrites_gradient",
+    "reasons_now",
+    "refusal",
+    "refusals",
+    "scaled_decay",
+]

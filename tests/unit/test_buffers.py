@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
-from raytrain_ft.errors import ConfigError, NonFiniteLossError, TaskError
+from raytrain_ft.errors import ConfigError, NonFiniteLossError, TaskError, UndoRefusedError
 from raytrain_ft.policy.sampling import Position, Sampling
 from raytrain_ft.storage.tensors import hash_of
 from raytrain_ft.training import durable, passes
@@ -1032,6 +1033,30 @@ def test_an_optimizer_with_hooks_does_not_update_bucket_by_bucket() -> None:
     assert check_undo(optimizer, "exact") == []
     optimizer.register_step_pre_hook(lambda *_: None)
     assert "has hooks" in check_undo(optimizer, "exact")[0]
+
+
+def test_nor_does_one_that_the_schedule_has_given_hooks() -> None:
+    """The check on the driver comes before that."""
+
+    class Hooked(Task):
+        def scheduler(self, optimizer: torch.optim.Optimizer) -> None:
+            optimizer.register_step_post_hook(lambda *_: None)
+
+    replica, _ = replica_of(Hooked(lambda: nn.Linear(3, 2)))
+    replica.loader.stop()
+    with pytest.raises(UndoRefusedError, match=r'update="wait_free".*has hooks'):
+        replica_of(Hooked(lambda: nn.Linear(3, 2)), update="wait_free")
+
+
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+def test_nor_does_any_while_all_optimizers_have_hooks(register: Callable[[Any], Any]) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    handle = register(lambda *_: None)
+    try:
+        assert "has hooks" in check_undo(optimizer, "exact")[0]
+    finally:
+        handle.remove()
+    assert check_undo(optimizer, "exact") == []
 
 
 @pytest.mark.parametrize("large", [1, 2**16])

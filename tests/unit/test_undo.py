@@ -302,6 +302,49 @@ def test_the_hyper_parameters_of_the_step_are_used_not_those_set_since() -> None
     assert_at(optimizer, params, saved, TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("earlier", [False, True], ids=["registered since", "registered before"])
+def test_what_a_hook_does_after_the_step_is_not_the_steps(earlier: bool) -> None:
+    params = parameters()
+    optimizer = AdamW(params, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+
+    def hook(*_: Any) -> None:
+        scheduler.step()
+        with torch.no_grad():
+            params[0].clamp_(-0.01, 0.01)
+
+    if earlier:
+        optimizer.register_step_post_hook(hook)
+    undo = Undo(optimizer)
+    if not earlier:
+        optimizer.register_step_post_hook(hook)
+    saved = snapshot(optimizer, params)
+    step(optimizer, params, gradients(params))
+    undo.undo(params[1:])
+    for p, x in zip(params[1:], saved[0][1:], strict=True):
+        assert distance(p.detach(), x) <= 1e-6, "with the learning rate of the step"
+    with pytest.raises(UndoRefusedError, match=r"of shape \(7, 5\) was changed after the step"):
+        undo.undo()
+
+
+def test_what_a_hook_does_before_the_step_stays() -> None:
+    params = parameters()
+    optimizer = Adafactor(params, lr=0.1)
+
+    def halve(*_: Any) -> None:
+        with torch.no_grad():
+            for p in params:
+                p.mul_(0.5)
+
+    optimizer.register_step_pre_hook(halve)
+    undo = Undo(optimizer)
+    step(optimizer, params, gradients(params))
+    found, state = snapshot(optimizer, params)
+    step(optimizer, params, gradients(params))
+    undo.undo()
+    assert_at(optimizer, params, ([0.5 * x for x in found], state), TOLERANCE[torch.float32])
+
+
 def test_parameters_without_gradient_frozen_and_tied() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     model[1].weight = model[0].weight
