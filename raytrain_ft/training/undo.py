@@ -169,7 +169,9 @@ class Undo:
                         fresh = False
                         break
                 if fresh or read:
-                    self._before[id(p)] = fresh, read(p, _NO_STATE if fresh else state) if read and p.requires_grad else 0.0
+                    # A frozen one that has a gradient is updated, too; that of any other may be there only after a closure.
+                    lost = read(p, _NO_STATE if fresh else state) if read and (p.requires_grad or p.grad is not None) else 0.0
+                    self._before[id(p)] = fresh, lost
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args, kwargs

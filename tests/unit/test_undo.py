@@ -360,6 +360,20 @@ def test_parameters_without_gradient_frozen_and_tied() -> None:
     assert_at(optimizer, params, saved, TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("case", ["adam", "nadam", "adafactor", "lamb"])
+def test_a_frozen_parameter_that_has_a_gradient_is_updated_and_undone(case: str) -> None:
+    kind, kwargs = CASES[case]
+    params = parameters()
+    optimizer = kind(params, **kwargs)  # type: ignore[call-arg]
+    undo = Undo(optimizer)
+    params[1].requires_grad_(False)
+    for _ in range(2):
+        saved = snapshot(optimizer, params)
+        step(optimizer, params, gradients(params))
+    undo.undo()
+    assert_at(optimizer, params, saved, TOLERANCE[torch.float32])
+
+
 def test_a_parameter_that_a_later_step_passed_over_has_no_update_to_undo() -> None:
     params = parameters()
     optimizer = Adam(params)
