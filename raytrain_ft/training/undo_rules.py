@@ -154,7 +154,7 @@ def scaled_decay(kept: Iterable[Tensor]) -> list[str]:
 def overwrites_gradient(hyper: Mapping[str, Any], params: list[Tensor]) -> bool:
     """Whether SGD leaves ``g + momentum * buffer`` in ``p.grad``, as its foreach variant does for Nesterov's momentum
     unless weight decay or `maximize` made it copy the gradient first (torch 2.13, ``_multi_tensor_sgd``)."""
-    if not hyper["nesterov"] or hyper["weight_decay"] or hyper["maximize"] or hyper["fused"]:
+    if not (hyper["momentum"] and hyper["nesterov"]) or hyper["weight_decay"] or hyper["maximize"] or hyper["fused"]:
         return False
     if hyper["foreach"] is None and hyper["fused"] is None:
         return _default_to_fused_or_foreach(params, False, use_fused=False)[1]

@@ -492,6 +492,21 @@ def test_the_unfused_step_after_a_closure_and_nesterov_overwriting_the_gradient(
     assert all(distance(p.grad, g) < 1e-6 for p, g in zip(params, grads, strict=True))
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_momentum_that_a_schedule_has_set_to_zero(foreach: bool) -> None:
+    """Nesterov's is in no gradient then."""
+    params = parameters()
+    optimizer = SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=foreach)
+    undo = Undo(optimizer)
+    step(optimizer, params, gradients(params))
+    optimizer.param_groups[0]["momentum"] = 0.0
+    saved, grads = snapshot(optimizer, params), gradients(params)
+    step(optimizer, params, grads)
+    undo.undo()
+    assert_at(optimizer, params, saved, TOLERANCE[torch.float32])
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("ratio", [1e3, 1e4, 1e5, 1e6])
 @pytest.mark.parametrize("kind", [Adam, AdamW, NAdam, RAdam, LAMB])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
