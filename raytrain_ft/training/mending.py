@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import Parameter
 
+from raytrain_ft.errors import UndoRefusedError
 from raytrain_ft.policy.reconcile import Share
 from raytrain_ft.policy.sampling import GlobalBatch, Position, samples_in
 from raytrain_ft.training.attempt import Commit
@@ -34,8 +35,14 @@ def undo_bucket(replica: Replica, bucket: Bucket) -> int:
     """Undoes the update of one bucket; returns the number of parameters undone (SWIFT, section 4)."""
     assert replica.undo is not None
     updated = _updated(replica, bucket)
-    replica.undo.undo(updated)
+    bucket.dirty = True  # if this breaks off in the middle, what is here is no version of anything
+    try:
+        replica.undo.undo(updated)
+    except UndoRefusedError:
+        bucket.dirty = False  # nothing was changed
+        raise
     bucket.version -= 1
+    bucket.dirty = False
     return sum(p.numel() for p in updated)
 
 

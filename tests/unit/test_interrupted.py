@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
-from raytrain_ft.errors import FencedError, NonFiniteLossError
+from raytrain_ft.errors import FencedError, NonFiniteLossError, UndoRefusedError
 from raytrain_ft.policy.forward import instead
 from raytrain_ft.policy.reconcile import Changed, Copy, Plan, reconcile
 from raytrain_ft.policy.sampling import Position, Sampling
@@ -426,6 +426,25 @@ def test_who_broke_off_inside_an_update_holds_nothing_until_it_is_filled(update:
         for survivor in (torn, calm):
             survivor.train(STEP + 2)
         assert torn.replica.state.digests() == calm.replica.state.digests()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, UndoRefusedError])
+def test_who_broke_off_inside_an_undo_holds_nothing_and_who_refused_it_what_it_held(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error("out of memory")
+
+    with survivors("wait_free") as (torn, _, _):
+        torn.train(STEP)
+        torn.interrupt(("updated", STEP, 0), set())
+        monkeypatch.setattr(torn.replica.undo, "undo", fail)
+        end: Any = Wire(torn.name, {})
+        with pytest.raises(error, match="out of memory"):
+            recovery.reconcile(torn.replica, Plan(STEP, undo=(0,)), end, SAMPLING, 2)
+        marks = recovery.marks(torn.name, torn.replica)
+        assert (marks is None) is (error is RuntimeError)
+        assert marks is None or marks.versions == (STEP + 1, *[STEP] * LAST)
 
 
 BEFORE_IT_IS_LEFT_OUT = [
