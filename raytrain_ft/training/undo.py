@@ -236,6 +236,7 @@ class Undo:
         reasons = hyper_reasons(type(self._optimizer), cohort.update.hyper, self._mode, "the latest step")
         for p, g, _, _, (of_p, of_g), _ in cohort.records:
             changed, other = of_p is not None and p._version != of_p, of_g is not None and g._version != of_g
+            changed = changed and not self._counts_for_others(p)
             if changed or other or g.dtype != p.dtype or g.layout != torch.strided or p.dtype not in TRAINED_IN:
                 reasons += reasons_now(p, g, changed, other)
         if not reasons and self._inverse.kept is not None:
@@ -245,6 +246,12 @@ class Undo:
             lr, wd = cohort.update.hyper["lr"], cohort.update.hyper["weight_decay"]
             reasons += scaled_decay([torch.tensor(abs(1 - lr * wd * ratio)) for ratio in cohort.scalars])
         return reasons
+
+    def _counts_for_others(self, p: Tensor) -> bool:
+        """Whether the parameter was cut out of one tensor with another: torch counts the changes of both together."""
+        memory = p.untyped_storage().data_ptr()
+        others = (q for group in self._optimizer.param_groups for q in group["params"] if q is not p)
+        return any(_version(q) == p._version and q.untyped_storage().data_ptr() == memory for q in others)
 
     def _drop_first_state(self, cohort: _Cohort) -> None:
         """A first step's state is deleted, or set to what it began with."""

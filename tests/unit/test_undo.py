@@ -434,6 +434,38 @@ def test_gradients_that_the_loop_let_go_are_still_held_and_changed_ones_are_noti
     undo.undo([params[0]])
 
 
+@pytest.mark.parametrize("case", ["sgd-momentum", "adam", "nadam", "adafactor", "lamb"])
+def test_parameters_cut_out_of_one_tensor_are_undone_one_by_one(case: str) -> None:
+    """The change of one is counted as one of its neighbours, too."""
+    kind, kwargs = CASES[case]
+    whole = torch.randn(3, 5)
+    params = [Parameter(row) for row in whole]
+    assert {p._version for p in params} == {whole._version}
+    optimizer = kind(params, **kwargs)  # type: ignore[call-arg]
+    undo = Undo(optimizer)
+    for _ in range(2):
+        saved = snapshot(optimizer, params)
+        step(optimizer, params, gradients(params))
+    for p in params:
+        undo.undo([p])
+    assert_at(optimizer, params, saved, TOLERANCE[torch.float32])
+
+
+def test_a_change_to_one_of_several_that_share_memory_but_no_counter_is_noticed() -> None:
+    """As in one flat buffer that parameters were put into."""
+    flat, params = torch.randn(10), [Parameter(torch.randn(5)) for _ in range(2)]
+    for p, piece in zip(params, flat.split(5), strict=True):
+        p.data = piece
+    optimizer = SGD(params, lr=0.1)
+    undo = Undo(optimizer)
+    step(optimizer, params, gradients(params))
+    with torch.no_grad():
+        params[0].add_(1)
+    with pytest.raises(UndoRefusedError, match="was changed after the step"):
+        undo.undo(params[:1])
+    undo.undo(params[1:])
+
+
 def test_loading_a_state_and_a_failed_step_leave_nothing_to_undo() -> None:
     params = parameters()
     optimizer = Adam(params)
