@@ -154,6 +154,8 @@ def take_states(replica: Replica, copies: Sequence[Copy], transfer: Transfer, ve
     for index, payload in transfer.copy(copies, lambda copy: replica.state.pack(buckets[copy.bucket])):
         replica.state.restated = True
         replica.state.unpack(buckets[index], payload)
+        if replica.undo is not None:
+            replica.undo.forget(buckets[index].params)  # their update led to the state that was here before
         buckets[index].version = version
         buckets[index].dirty = False
 
@@ -236,6 +238,4 @@ def load(replica: Replica, spec: RunSpec, name: str, fence: Fence) -> None:
         content = checkpoint.map_shards(storage, manifest, durable.holds(manifest, replica.state.stage), fence.check)
     if replica.attempt is not None:
         mending.discard(replica)
-    if replica.undo is not None:
-        replica.undo.forget()
     durable.restore(replica.state, content, replica.loader.data, spec.checkpoints.override, spec.step.pipeline)

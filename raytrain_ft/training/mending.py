@@ -102,5 +102,7 @@ def discard(replica: Replica) -> None:
     replica.state.tail.restore()
     replica.state.tail.settled()
     replica.attempt = None
+    if replica.undo is not None:
+        replica.undo.forget()  # what was updated was undone, kept, or replaced by another state
     for bucket in replica.state.buckets:
         bucket.gradient = None

@@ -447,6 +447,23 @@ def test_who_broke_off_inside_an_undo_holds_nothing_and_who_refused_it_what_it_h
         assert marks is None or marks.versions == (STEP + 1, *[STEP] * LAST)
 
 
+def test_an_update_whose_outcome_was_replaced_by_another_state_cannot_be_undone() -> None:
+    with survivors("wait_free") as (ahead, behind, _):
+        for survivor, bucket in ((ahead, 1), (behind, 0)):
+            survivor.train(STEP)
+            survivor.interrupt(("updated", STEP, bucket), set())
+        undo = ahead.replica.undo
+        assert undo is not None
+        first, second = (ahead.replica.state.buckets[index].params for index in (0, 1))
+        assert {id(p) for p in undo.updated()} == {id(p) for p in (*first, *second)}
+        sent = {("state", 1, ahead.name): behind.replica.state.pack(behind.replica.state.buckets[1])}
+        end: Any = Wire(ahead.name, sent)
+        recovery.take_states(ahead.replica, (Copy(1, "state", behind.name, (ahead.name,)),), end, STEP)
+        assert {id(p) for p in undo.updated()} == {id(p) for p in first}
+        mending.discard(ahead.replica)
+        assert undo.updated() == []
+
+
 BEFORE_IT_IS_LEFT_OUT = [
     ("barrier", ("data", None), ("reduce", 0)),
     ("barrier", ("wait", 0), ("wait", 0)),
