@@ -13,12 +13,13 @@ from raytrain_ft.config import ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError, UndoRefusedError
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.task import TrainTask
-from raytrain_ft.training.build import check_model, check_undo
+from raytrain_ft.training.build import HOOKED, check_model, check_undo
 from raytrain_ft.training.calls import call
 from raytrain_ft.training.pipeline import build_stage, chunks_of, model_of
 from raytrain_ft.training.settings import PipelineSettings
 from raytrain_ft.training.split import check_cuts, measure_cuts
 from raytrain_ft.training.ties import check_alike, find_ties, ways
+from raytrain_ft.training.undo_rules import has_step_hooks
 
 Update = Literal["barrier", "wait_free"]
 ALL_ASLEEP = (
@@ -248,15 +249,17 @@ def choose_update(task: TrainTask, recovery: RecoveryConfig) -> tuple[Update, An
     check_optimizer(optimizer, trained)
     warn_of_untrained(left_out(model, optimizer))
     key = [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
-    update = _choose(optimizer, recovery)
+    found = [] if recovery.update == "barrier" else check_undo(optimizer, recovery.undo)
     check_schedule(task, optimizer)
-    return update, key
+    if not found and has_step_hooks(optimizer):  # which the schedule has given it
+        found = [HOOKED]
+    return _choose(found, recovery), key
 
 
-def _choose(optimizer: torch.optim.Optimizer, recovery: RecoveryConfig) -> Update:
+def _choose(found: list[str], recovery: RecoveryConfig) -> Update:
     if recovery.update == "barrier":
         return "barrier"
-    reasons = "; ".join(check_undo(optimizer, recovery.undo))
+    reasons = "; ".join(found)
     if not reasons:
         return "wait_free"
     if recovery.strategy != "auto":

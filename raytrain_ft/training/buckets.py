@@ -81,7 +81,7 @@ class Bucket:
     Attributes:
         version: updates applied to it.
         gradient: the step whose reduced gradient the flat buffer holds, or None.
-        dirty: an update began and did not end: the state is neither version.
+        dirty: an update, or its undo, began and did not end: the state is neither version.
         more: what is reduced besides the flat buffer, if its tail says that anything is.
         accepted: the optimizer reads the reduced gradients; cleared wherever others come.
         selection: its parameters, to narrow an optimizer to.

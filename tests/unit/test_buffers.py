@@ -1036,7 +1036,7 @@ def test_an_optimizer_with_hooks_does_not_update_bucket_by_bucket() -> None:
 
 
 def test_nor_does_one_that_the_schedule_has_given_hooks() -> None:
-    """The check on the driver comes before that."""
+    """Also if it did not on the driver."""
 
     class Hooked(Task):
         def scheduler(self, optimizer: torch.optim.Optimizer) -> None:

@@ -387,6 +387,18 @@ def test_a_schedule_that_cannot_be_is_refused_before_any_worker_starts(check: Ca
             check(task)
 
 
+def test_a_schedule_that_gives_the_optimizer_hooks_has_updates_wait() -> None:
+    """They would be called for each bucket."""
+
+    class Hooked(Linear):
+        def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+            optimizer.register_step_post_hook(lambda *_: None)
+            return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    with pytest.warns(UserWarning, match="has hooks.*Falling back"):
+        assert choose_update(Hooked(), ft.RecoveryConfig(update="wait_free"))[0] == "barrier"
+
+
 def test_a_schedule_that_begins_at_zero_does_not_change_how_the_update_is_undone() -> None:
     warm_up = Scheduled(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10))
     for task in (Linear(), warm_up):
