@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -25,9 +25,6 @@ LONGEST_PROFILE = 50
 """Steps (section 4.4: 1 % of an epoch, but no more than this)."""
 SHORTEST_PROFILE = 4
 """Steps: the first one is warm-up, and one alone is no measurement."""
-CAUTION = 0.5
-"""Of the standard error of what is known of waits: so much of the budget stays unused. One slow checkpoint of many may be to
-come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +71,11 @@ class Interval:
     k_overhead: int
     k_failures: int = 0
     shorter: float = 0.0
+
+    @property
+    def binds(self) -> bool:
+        """Whether it is the budget that k comes of."""
+        return self.k == self.k_overhead > max(1, self.k_persist, self.k_failures)
 
     @property
     def reason(self) -> str:
@@ -127,10 +129,9 @@ def choose(
     k_failures = 0 if failure_s is None else _whole(math.sqrt(2 * seen * failure_s) / profile.iteration)
     k = max(1, k_persist, k_overhead, k_failures)
     mode = "gpu" if fits else "cpu"
-    binds = k == k_overhead > max(1, k_persist, k_failures)
-    shorter = _shorter(k, beyond, _doubt(k, latest, profile.iteration)) if binds else 0.0
     bounds = {"k_persist": k_persist, "k_overhead": k_overhead, "k_failures": k_failures}
-    return Interval(k=k, mode=mode, overhead=seen, **bounds, shorter=shorter)
+    interval = Interval(k=k, mode=mode, overhead=seen, **bounds)
+    return replace(interval, shorter=_shorter(k, beyond)) if interval.binds else interval
 
 
 def _beyond(k: int, *, overhead: float, latest: Sequence[Seen], budget: float, iteration: float) -> float:
@@ -149,20 +150,10 @@ def _least_waiting(least: int, longest: int, beyond: Callable[[int], float]) -> 
     return least + bisect_left(range(least, max(least, longest)), True, key=lambda k: beyond(k) <= 0)
 
 
-def _shorter(k: int, beyond: Callable[[int], float], doubt: float) -> float:
-    """See `Interval`: what k leaves of the budget for certain, by what one step less costs more."""
+def _shorter(k: int, beyond: Callable[[int], float]) -> float:
+    """See `Interval`: what k leaves of the budget, by what one step less costs more."""
     left, missing = -beyond(k), beyond(k - 1)
-    return max(0.0, (left - CAUTION * doubt) / (left + missing)) if missing > 0 else 0.0
-
-
-def _doubt(k: int, latest: Sequence[Seen], iteration: float) -> float:
-    """Standard error of the mean wait with k steps, seconds: large where one checkpoint of many takes much longer."""
-    if not latest:
-        return 0.0
-    waits = [max(0.0, seen.seconds - k * iteration) for seen in latest]
-    total = sum(seen.weight for seen in latest)
-    mean = sum(seen.weight * wait for seen, wait in zip(latest, waits, strict=True)) / total
-    return math.sqrt(sum((seen.weight * (wait - mean)) ** 2 for seen, wait in zip(latest, waits, strict=True))) / total
+    return max(0.0, left / (left + missing)) if missing > 0 else 0.0
 
 
 def check_budget(budget: float) -> float:
