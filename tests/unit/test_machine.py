@@ -781,6 +781,37 @@ def test_what_fails_on_a_node_that_is_about_to_go_is_lost_with_it() -> None:
     assert alone.run.state == State.REPLACE
 
 
+@pytest.mark.parametrize("state", [State.FENCE, State.REPLACE, State.REBUILD])
+def test_so_is_the_second_there_that_fails_when_the_recovery_has_begun(state: State) -> None:
+    failure = m.TaskFailed(member="w2", kind="task", step=5, rank=None, message="OSError: stale file handle")
+    story = running(4)
+    story.tell(told("w2"), told("w3"), failure)
+    story.fenced("w0", "w1")
+    if state != State.FENCE:
+        story.fenced("w3")
+    if state == State.REBUILD:
+        story.started("w4").reconciled("w0", "w1", "w3", "w4", empty=["w4"])
+    assert story.run.state == state
+    story.tell(replace(failure, member="w3"))
+    assert (story.run.failure, story.run.recoveries[-1].lost) == (None, ["w2", "w3"])
+    assert story.run.state == (State.REPLACE if state == State.FENCE else State.FENCE)
+
+
+def test_who_cannot_hand_its_state_over_is_lost_as_if_it_had_died() -> None:
+    """The object store is full, say, and there is a checkpoint."""
+    story = running(2, checkpoints=True)
+    story.tell(told("w0"), told("w1"))
+    story.started("w2", "w3").tell(*(m.Stopped(member=member, incarnation=1, step=5) for member in ("w0", "w1")))
+    story.fenced("w0", "w1").reconciled("w2", "w3", empty=["w2", "w3"])
+    (giver,) = story.run.givers.values()
+    assert story.run.state == State.REBUILD
+    about: dict[str, Any] = {"rank": None, "step": 5, "kind": "task", "incarnation": story.run.incarnation}
+    story.tell(m.TaskFailed(member=giver, message="OutOfDiskError", **about))
+    story.fenced("w2", "w3", empty=["w2", "w3"])
+    assert (story.run.failure, story.run.state) == (None, State.REPLACE)
+    assert of(story.said, c.FindCheckpoints) == [c.FindCheckpoints(story.run.incarnation)]
+
+
 def test_what_was_committed_before_everybody_went_back_is_no_progress() -> None:
     story = running(2, spares=1, checkpoints=True, strategy="checkpoint").started("w2")
     story.tell(
