@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from functools import cache
 from itertools import chain
@@ -301,21 +301,22 @@ class Crew:
             self._tell(m.Reconciled(member=member, incarnation=incarnation, digests=digests, undone=undone, kept=kept))
 
     async def _fill(self, command: c.Fill) -> None:
-        extras: dict[str, Any] = {}
-        for source in {source for _, source in command.whole}:
-            kept = await self._calls.call(source, "extras", command.incarnation, incarnation=command.incarnation)
-            if kept is None:
-                return
-            (extras[source],) = kept
-        wanted = {member: extras[source] for member, source in command.whole}
-        handed: dict[str, Any] = {}
-        for member, giver in command.handed:
-            handed[member] = await self._calls.call(giver, "hand_over", command.incarnation, incarnation=command.incarnation)
-            if handed[member] is None:
-                return
+        extras = await self._of_each("extras", {source for _, source in command.whole}, command.incarnation)
+        handed = await self._of_each("hand_over", {giver for _, giver in command.handed}, command.incarnation)
+        if extras is None or handed is None:
+            return
+        sources, givers = dict(command.whole), dict(command.handed)
         for member in command.members:
-            asked = (command, wanted.get(member), *handed.get(member, ()))
+            kept = extras[sources[member]][0] if member in sources else None
+            asked = (command, kept, *(handed[givers[member]] if member in givers else ()))
             self._spawn(self._await_filled(member, command, "fill", *asked))
+
+    async def _of_each(self, method: str, members: Collection[str], incarnation: int) -> dict[str, Any] | None:
+        """What each of these gives, all of them asked at once, and nobody twice, however many receive it: to pack a whole state
+        takes its time, and the phase has a deadline. None if somebody cannot."""
+        calls = (self._calls.call(member, method, incarnation, incarnation=incarnation) for member in members)
+        answers = dict(zip(members, await asyncio.gather(*calls), strict=True))
+        return None if any(answer is None for answer in answers.values()) else answers
 
     async def _await_filled(self, member: str, command: c.Fill | c.Replay, method: str, *asked: Any, load: str = "") -> None:
         incarnation = command.incarnation

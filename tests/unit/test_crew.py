@@ -739,6 +739,36 @@ def test_each_stage_is_saved_under_its_number_also_if_others_are_saved_already(
     assert told == [m.Saved(at=0.0, member="w3", incarnation=3, path="/runs/final-stage-1.arrow")]
 
 
+def test_who_hands_its_state_over_packs_it_once_for_all_who_receive_it(
+    crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a deadline. Where two stages are handed over, both do it at the same time."""
+    givers: list[str] = []
+    received: dict[str, Any] = {}
+
+    async def call(member: str, method: str, *asked: Any, **_: Any) -> Any:
+        if method == "hand_over":
+            givers.append(member)
+            while len(givers) < 2:
+                await asyncio.sleep(0.01)
+            return (f"the state of {member}",)
+        received[member] = asked[1:]
+        return ("d",)
+
+    crew._spec = SimpleNamespace(rules=SimpleNamespace(stages=2))  # pyright: ignore
+    monkeypatch.setattr(crew._calls, "call", call)
+    world = ("w2", "w3", "w4", "w5")
+    handed = (("w2", "w0"), ("w4", "w0"), ("w3", "w1"), ("w5", "w1"))
+
+    async def play() -> None:
+        crew.carry_out(c.Fill(world, 3, world, (), (), handed))
+        await until(lambda: len(told) == 4)
+
+    asyncio.run(play())
+    assert sorted(givers) == ["w0", "w1"]
+    assert received == {member: (None, f"the state of {giver}") for member, giver in handed}
+
+
 def answers(*outcomes: Any) -> Method:
     """One after the other, for each call."""
     left = list(outcomes)
