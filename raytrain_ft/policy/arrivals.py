@@ -8,7 +8,6 @@ from raytrain_ft.policy import leaving, phases, replacing, stopping
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
-from raytrain_ft.policy.units import counted
 
 PAUSES_APART = 4
 """Times what it took everybody to take newcomers in: so long they train before it is done again. Nodes that come back one by
@@ -57,11 +56,6 @@ def begin(run: RunState, *, waited: bool = False) -> list[c.Command]:
         run.incarnation += 1
         run.begin_from_stored()  # nobody has tried to load any yet
         world = tuple(spares[: rules.whole(min(rules.max_workers, len(spares)))])
-        if run.load is not None:
-            words = f"goes on from {run.load.name}, with what it holds of the optimizer's settings and of the schedule"
-            if run.load.workers not in (0, len(world)) and run.load.step < rules.max_steps:  # else no sum is left to be done
-                words += f"; with {counted(len(world), 'worker')} where {run.load.workers} trained: same samples, other bits"
-            run.warn(words)
         return replacing.join(run, world)
     if not waited:
         return []

@@ -115,12 +115,14 @@ def _hidden_checkpoints(records: Sequence[dict[str, Any]]) -> list[str]:
 
 def _wrong_returns(records: Sequence[dict[str, Any]]) -> list[str]:
     """A recovery in which everybody went back begins with the newest checkpoint that could be loaded, of those that were found
-    in one of its attempts; without any, with the beginning."""
+    in one of its attempts, or that a run in which nobody has trained was to begin from; without any, with the beginning."""
     found: list[str] = []
     rejections = [record for record in records if record["event"] == "CheckpointRejected"]
     # what was committed just before a loss that was not finite is passed over, if there is another
     spoilt = {record["step"] for record in records if record["event"] == "TaskFailed" and record["kind"] == "non_finite"}
     looked = [record for record in records if record["event"] == "CheckpointsFound" and not record["error"]]
+    begun = [record for record in records if record["event"] == "RunStarted" and record.get("stored")]
+    trained = min((record["incarnation"] for record in records if record["event"] == "Resumed"), default=0)
     before = 0
     told = [Return(**one) for record in records if record["event"] == "RunStarted" for one in record.get("returns", ())]
     own = Returns()
@@ -133,6 +135,8 @@ def _wrong_returns(records: Sequence[dict[str, Any]]) -> list[str]:
         before = recovery["incarnation"]
         if recovery["strategy"] not in GOING_BACK:
             continue
+        if recovery["incarnation"] - recovery["attempts"] < trained:
+            attempts = attempts or begun
         if not attempts:
             found.append(f"I4 everybody went back to step {recovery['step']}, and nobody had looked for checkpoints")
             continue

@@ -30,21 +30,27 @@ class Returns:
     nobody went back after all, though it was looked: of what an earlier incarnation stored beyond where a later one went on,
     nothing is of the training that the audit follows. Only of a run that ended before it went on does the account tell.
 
+    Nobody looks before a run has trained: if it cannot load what it was to begin from, it goes on from an older checkpoint.
+
     Attributes:
         all: so far.
     """
 
     all: list[Return] = field(default_factory=list)
     _looked: int | None = None  # in which incarnation, if training has not gone on since
+    _rejected: bool = False  # a checkpoint could not be loaded, and training has not gone on since
 
     def take(self, record: dict[str, Any]) -> None:
         """The next line."""
         match record:
             case {"event": "CheckpointsFound", "incarnation": int(incarnation)}:
                 self._looked = incarnation
-            case {"event": "Resumed", "incarnation": int(incarnation), "step": int(step)} if self._looked is not None:
-                self.all.append(Return(incarnation, step))
-                self._looked = None
+            case {"event": "CheckpointRejected"}:
+                self._rejected = True
+            case {"event": "Resumed", "incarnation": int(incarnation), "step": int(step)}:
+                if self._looked is not None or self._rejected:
+                    self.all.append(Return(incarnation, step))
+                self._looked, self._rejected = None, False
             case {"event": "Recovery", "strategy": how, "step": int(step)} if self._looked is not None and how in GOING_BACK:
                 self.all.append(Return(self._looked, step))
 

@@ -132,10 +132,9 @@ def _count_changes(run: RunState) -> None:
 def _go_on(run: RunState, at: float) -> list[c.Command]:
     """From what the survivors hold; before anybody trained, from what the run began from."""
     if not run.survivors:
-        ended = run.begin_from_stored()
+        ended = _begin_again(run)
         if ended:
             return ended
-        run.recoveries[-1].step = run.step
     else:
         try:
             run.plan = _reconciled(run, list(run.survivors.values()))
@@ -144,6 +143,25 @@ def _go_on(run: RunState, at: float) -> list[c.Command]:
     run.state = State.REPLACE
     departed = leaving.let_go(run, at)
     return departed if run.state in ENDED else departed + replacing.gather(run)
+
+
+def _begin_again(run: RunState) -> list[c.Command]:
+    """Nobody has trained. If what the run was to begin from cannot be loaded, it begins from a checkpoint before that, and does
+    again what an earlier run of its name had done since: with as many workers, or to other bits."""
+    ended, recovery = run.begin_from_stored(), run.recoveries[-1]
+    recovery.step = run.step
+    if run.load is not None and run.load != run.stored[0]:
+        recovery.reason = f"{run.stored[0].name} cannot be loaded"
+        recovery.world_before = run.load.workers
+        _note_return(run, run.stored[0].step)
+    return ended
+
+
+def _note_return(run: RunState, committed: int) -> None:
+    """Everybody goes back to what is to be loaded, though so many steps were committed."""
+    run.returns.append(Return(run.incarnation, run.step))
+    strategy = Strategy.SNAPSHOT if run.rules.strategy == "snapshot" else Strategy.CHECKPOINT
+    run.history.go_back(run.step, committed, run.load.name if run.load is not None else "the beginning", strategy)
 
 
 def _reconciled(run: RunState, marks: list[Marks]) -> Plan:
@@ -186,9 +204,7 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[c.Com
     ended = run.begin_from_stored()
     if ended:
         return ended
-    run.returns.append(Return(run.incarnation, run.step))
-    strategy = Strategy.SNAPSHOT if run.rules.strategy == "snapshot" else Strategy.CHECKPOINT
-    run.history.go_back(run.step, committed, run.load.name if run.load is not None else "the beginning", strategy)
+    _note_return(run, committed)
     return replacing.gather(run)
 
 

@@ -8,6 +8,7 @@ from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import PATIENCE, RunState
 from raytrain_ft.policy.states import State
 from raytrain_ft.policy.topology import stage_of
+from raytrain_ft.policy.units import counted
 from raytrain_ft.policy.world import by_node, seats, seats_in_stages, shall_wait
 
 MOST_DOUBLINGS = 3
@@ -126,6 +127,7 @@ def go_back(run: RunState, why: str) -> list[c.Command]:
 def join(run: RunState, world: tuple[str, ...]) -> list[c.Command]:
     """The members of the next world come together in a new group, and those who hold state carry out the plan."""
     run.state = State.REPLACE
+    _tell_what_is_loaded(run, len(world))
     run.joining, run.seated, run.answers, run.timed = world, world, {}, {}
     stages = {member: stage_of(rank, run.rules.stages) for rank, member in enumerate(world)}
     run.give_up([member for member, marks in run.survivors.items() if stages.get(member) != marks.stage])
@@ -140,6 +142,18 @@ def join(run: RunState, world: tuple[str, ...]) -> list[c.Command]:
     holders = tuple(run.survivors)
     log = (tuple(sorted(run.log.boundaries)), run.log.incarnation)
     return [c.Reconcile(world, run.incarnation, run.plan, load, holders, *log), timer]
+
+
+def _tell_what_is_loaded(run: RunState, workers: int) -> None:
+    """Where a later run of a name begins. Said again of what it loads instead, if that cannot be loaded."""
+    load = run.load
+    if load is None or run.world:  # who has trained goes back, which a recovery's account says
+        return
+    instead = "" if load == run.stored[0] else f", for {run.stored[0].name} cannot be loaded"
+    words = f"goes on from {load.name}{instead}, with what it holds of the optimizer's settings and of the schedule"
+    if load.workers not in (0, workers) and load.step < run.rules.max_steps:  # else no sum is left to be done
+        words += f"; with {counted(workers, 'worker')} where {load.workers} trained: same samples, other bits"
+    run.warn(words)
 
 
 def seconds_to_move(run: RunState) -> float:

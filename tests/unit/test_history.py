@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raytrain_ft.policy.history import VOICES, check
+from raytrain_ft.policy.strategy import Recovery, Strategy
 from raytrain_ft.runtime.event_log import read_records
 
 RUNS = Path(__file__).parent / "recorded"
@@ -93,6 +95,23 @@ def test_what_could_not_be_loaded_is_no_place_to_go_back_to() -> None:
     assert any(violation.startswith("I4") for violation in check(records)), "it went there all the same"
     of(records, "Recovery")[-1].update(step=40)
     assert not [violation for violation in check(records) if violation.startswith("I4")]
+
+
+@pytest.mark.parametrize(("step", "is_right"), [(50, True), (10, False), (100, False)])
+def test_a_run_that_cannot_load_what_it_was_to_begin_from_goes_back_to_the_one_before(step: int, is_right: bool) -> None:
+    """Nobody looks for others: it knows what there is."""
+    stored = [{"name": f"at {at}", "step": at, "incarnation": 5} for at in (100, 50, 10)]
+    recovery = Recovery("at 100 cannot be loaded", "w0", incarnation=9, attempts=1, strategy=Strategy.CHECKPOINT, step=step)
+    recovery.resumed = 1.0
+    records: list[Record] = [
+        {"event": "RunStarted", "incarnation": 7, "stored": stored},
+        {"event": "CheckpointRejected", "member": "w0", "incarnation": 8, "name": "at 100", "reason": "damaged"},
+        {"event": "Resumed", "incarnation": 9, "step": step, "world_size": 3},
+        {"event": "Recovery", **asdict(recovery)},
+    ]
+    assert (not [violation for violation in check(records) if violation.startswith("I4")]) == is_right
+    records[2]["incarnation"] = 8  # they had trained: then somebody has to look
+    assert [violation for violation in check(records) if "nobody had looked" in violation]
 
 
 @pytest.mark.parametrize(("incarnation", "is_right"), [(1, True), (2, True), (3, False)])

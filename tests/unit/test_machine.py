@@ -864,6 +864,48 @@ def test_a_run_that_resumes_does_not_begin_anew_because_its_checkpoints_cannot_b
     assert story.run.failure[0] == "NoCheckpointError"
 
 
+def begun_anew(workers: int, *names: str) -> Story:
+    """A later run for three, whose workers can load none of these checkpoints of an earlier one for four, but that before."""
+    story = Story(3)
+    story.run = RunState(Rules(min_workers=3, max_workers=3, max_steps=200, checkpoints=True, spares=0))
+    found = (m.Stored("at 100", 100, 5, 4), m.Stored("at 50", 50, 4, workers), m.Stored("at 10", 10, 3, workers))
+    story.tell(m.RunStarted(run_id="r2", incarnation=7, stored=found), m.CapacityChanged(slots=3))
+    world = ("w0", "w1", "w2")
+    story.started(*world)
+    for name in names:
+        rejected(story, "w0", int(name.removeprefix("at ")), "its hash differs").fenced(*world, empty=world)
+    return story.reconciled(*world)
+
+
+@pytest.mark.parametrize(("workers", "kept"), [(0, Guarantee.EXACT), (3, Guarantee.EXACT), (4, Guarantee.ROUNDING)])
+def test_a_later_run_that_begins_from_an_older_checkpoint_than_the_newest_has_gone_back(workers: int, kept: Guarantee) -> None:
+    """What the earlier run had done since is done again; by fewer workers, perhaps."""
+    story = begun_anew(workers, "at 100").committed(50)
+    (recovery,) = story.run.recoveries
+    assert (recovery.strategy, recovery.step, recovery.redone) == (Strategy.CHECKPOINT, 50, 50)
+    assert recovery.guarantee == kept
+    why = "at 100 cannot be loaded: everybody goes back to step 50 (at 50), 50 steps or a few more are done again"
+    assert recovery.reason == why
+    first, instead = story.run.warnings
+    assert first.startswith("goes on from at 100, with what it holds")
+    assert instead.startswith("goes on from at 50, for at 100 cannot be loaded, with what it holds")
+    assert ("3 workers where 4 trained" in instead) == (kept == Guarantee.ROUNDING)
+
+
+def test_it_may_go_back_further_and_the_next_run_does_not_begin_from_what_it_could_not_load() -> None:
+    """Though it may be whole: what was stored beyond where that run went on is of no training that is audited."""
+    story = begun_anew(3, "at 100", "at 50")
+    assert (story.run.recoveries[-1].step, story.run.recoveries[-1].redone) == (10, 90)
+    returns = Returns()
+    for number, name in ((8, "at 100"), (9, "at 50")):
+        returns.take({"event": "CheckpointRejected", "incarnation": number, "name": name})
+    returns.take({"event": "Resumed", "incarnation": 10, "step": story.run.recoveries[-1].step})
+    assert returns.all == story.run.returns[-1:] == [Return(10, 10)]
+    later = RunState(story.run.rules)
+    handle(later, m.RunStarted(run_id="r3", incarnation=10, stored=tuple(story.run.stored), returns=tuple(returns.all)))
+    assert [one.name for one in later.stored] == ["at 10"]
+
+
 def test_who_could_load_what_another_could_not_is_a_survivor() -> None:
     story = found(running(2, checkpoints=True).lost("w0").lost("w1").started("w2", "w3"), 40, 20)
     story.tell(m.CheckpointRejected(member="w2", incarnation=story.run.incarnation, name="at 40", reason="its hash differs"))
