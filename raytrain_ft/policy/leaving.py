@@ -72,10 +72,15 @@ def noticed(run: RunState, event: m.Noticed) -> list[c.Command]:
 
 
 def _is_waited_for(run: RunState) -> bool:
-    """Whether a world is being gathered, and there are not more who are ready than it needs: all leave once it trains."""
-    if run.state != State.REPLACE or run.joining:
+    """Whether a world is being gathered, or will be once everybody is fenced, and there are not more who are ready than it
+    needs: all leave once it trains."""
+    if run.state == State.FENCE:
+        there = len(run.roster.taking_part())
+    elif run.state == State.REPLACE and not run.joining:
+        there = len(run.survivors)
+    else:
         return False
-    return len(run.survivors) + len(run.roster.spares()) <= run.wanted
+    return there + len(run.roster.spares()) <= run.wanted
 
 
 def watch(run: RunState, at: float) -> list[c.Command]:

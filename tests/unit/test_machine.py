@@ -1711,6 +1711,16 @@ def test_who_is_needed_for_the_next_world_is_not_let_go_before_it_has_come_toget
     assert set(story.run.leaving) == {"w0", "w2"}, "and leave as whoever trains"
 
 
+@pytest.mark.parametrize("needed", [True, False])
+def test_nor_is_the_spare_that_is_about_to_be_needed(needed: bool) -> None:
+    """Its node is drained while the others are still leaving their step."""
+    story = running(min_workers=3, spares=2).started("w3", *([] if needed else ["w4"])).lost("w1")
+    drained = m.Noticed(member="w3", deadline_s=3600.0, source="ray drain", reason="drained")
+    assert of(story.tell(drained), c.Kill) == ([] if needed else [c.Kill("w3")])
+    story.fenced("w0", "w2")
+    assert story.run.joining == ("w0", "w3" if needed else "w4", "w2")
+
+
 def test_a_spare_that_had_notice_stays_until_there_is_another() -> None:
     story = running(min_workers=3, spares=1).started("w3")
     assert of(story.tell(told("w3")), c.Kill, c.StartWorker) == [c.StartWorker("w4")]
