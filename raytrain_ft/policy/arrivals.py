@@ -68,8 +68,10 @@ def begin(run: RunState, *, waited: bool = False) -> list[c.Command]:
 
 
 def resize(run: RunState, at: float) -> list[c.Command]:
-    """Who had notice leaves, if there is a replacement now; or else the world grows; or else all stay for now."""
-    return leaving.stop(run, at) or _grow(run, at) or leaving.stay(run, at)
+    """Who had notice leaves, if there is a replacement now; or else the world grows; or else, and until it may grow, all stay
+    for now."""
+    commands = leaving.stop(run, at) or _grow(run, at)
+    return commands if run.state == State.RESIZING else [*commands, *leaving.stay(run, at)]
 
 
 def _grow(run: RunState, at: float) -> list[c.Command]:

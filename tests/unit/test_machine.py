@@ -1136,9 +1136,9 @@ def test_why_none_came_is_told_if_some_were_started() -> None:
     assert story.run.failure[1].endswith(f"The last one that was started was lost: {why}")
 
 
-def grown(pause_s: float) -> Story:
+def grown(pause_s: float, **rules: Any) -> Story:
     """Two trained; at 10 s a third is ready, and it takes so long until all three have done a step."""
-    story = running(2, max_workers=5, slots=2)
+    story = running(2, max_workers=5, slots=2, **rules)
     story.tell(m.CapacityChanged(slots=5))
     story.tell(m.WorkerStarted(at=10.0, member="w2", node="n", pid=1))
     assert of(story.said, c.StopAtBoundary) == [c.StopAtBoundary(("w0", "w1"))]
@@ -1156,6 +1156,16 @@ def test_after_a_resize_all_train_for_some_time_before_the_next() -> None:
     story.tell(m.WorkerStarted(at=160.0, member="w4", node="n", pid=1))
     story.tell(m.TimerFired(at=460.0, timer="grow", incarnation=2))
     assert (story.run.state, story.run.recoveries[-1].cause) == (State.RESIZING, "2 more workers are ready")
+
+
+def test_until_the_world_may_grow_those_who_are_to_leave_are_not_forgotten() -> None:
+    """Nobody could stay, and one spare is too few for all: before the first deadline there is a checkpoint."""
+    story = grown(pause_s=90.0, checkpoints=True)
+    story.tell(*(told(member, at=120.0) for member in story.run.world))
+    story.tell(m.WorkerStarted(at=130.0, member="w3", node="n", pid=1))
+    assert c.SetTimer("grow", 330.0, 2) in story.said
+    story.tell(m.TimerFired(at=236.0, timer="leave", incarnation=2))
+    assert of(story.said, c.Secure) == [c.Secure(("w0", "w1", "w2"))]
 
 
 def test_the_next_resize_is_not_forgotten_with_the_supervisor() -> None:
