@@ -91,10 +91,9 @@ class Demand:
                 self._give_up(group)
             else:
                 held[node] += 1
-        wanted = max(0, missing - len(self._came))
-        for group in waiting[wanted:]:
+        for group in waiting[missing:]:  # not for what came: that is counted by now, perhaps
             self._give_up(group)
-        for _ in range(wanted - len(waiting) if self._bundle else 0):
+        for _ in range(missing - len(self._came) - len(waiting) if self._bundle else 0):
             self._made += 1
             self._groups.append(placement_group([self._bundle], name=f"{self._prefix}{self._made}"))
         return held

@@ -114,6 +114,25 @@ def test_of_several_that_are_missing_as_many_wait(rooms: Rooms, demand: Demand) 
     assert sorted(rooms.placed.values()) == ["", "n1", "n1", "n1"]
 
 
+def test_others_wait_on_when_room_for_one_has_come(rooms: Rooms, demand: Demand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is counted before that is forgotten."""
+
+    def a_worker_takes_its_place(group: str) -> None:
+        if node := rooms.placed[group]:
+            rooms.room[node] -= 1
+        rooms.remove(group)
+
+    monkeypatch.setattr(demands, "remove_placement_group", a_worker_takes_its_place)
+    rooms.room["n1"] = 0
+    demand.adjust(3)
+    _, *others = rooms.placed
+    rooms.room["n1"] = 1
+    rooms.place()
+    for missing in (3, 2):
+        demand.adjust(missing)
+        assert list(rooms.placed) == others
+
+
 def test_what_held_the_room_of_a_node_asks_for_nothing_when_the_node_is_gone(rooms: Rooms, demand: Demand) -> None:
     for _ in range(2):
         demand.adjust(1, {"n1"})
