@@ -23,6 +23,10 @@ from raytrain_ft.errors import ConfigError
 
 LONGEST_PROFILE = 50
 """Steps (section 4.4: 1 % of an epoch, but no more than this)."""
+LEARNT = 0.005
+"""Weight of the newest checkpoint in how waits compare with what was foreseen: what happens once in a hundred counts."""
+MOST_OFF = 3.0
+"""Times by which waits may be longer or shorter than foreseen: more comes of a disk that has just become another one."""
 SHORTEST_PROFILE = 4
 """Steps: the first one is warm-up, and one alone is no measurement."""
 
@@ -87,6 +91,30 @@ class Interval:
         return "a checkpoint must be durable before the next one is due" if self.k > 1 else "every step can be afforded"
 
 
+@dataclass(slots=True)
+class Foresight:
+    """How the waits for checkpoints compare with what was foreseen of them. That is too little where one of a hundred takes
+    much longer, which is forgotten until the next one does, and as k is the one of many for which few happened to be slow.
+
+    Attributes:
+        next: what is foreseen of the next ones, seconds each; foreseen: of the latest; waited: what they were.
+    """
+
+    next: float = 0.0
+    foreseen: float = 0.0
+    waited: float = 0.0
+
+    def take(self, count: int, waited: float) -> None:
+        """So many checkpoints more were waited for, `waited` seconds each."""
+        newest = 1 - (1 - LEARNT) ** count
+        self.foreseen += newest * (self.next - self.foreseen)
+        self.waited += newest * (waited - self.waited)
+
+    def off(self, little: float) -> float:
+        """How many times as long as foreseen training waits. `little`: seconds that make no difference."""
+        return min(max((self.waited + little) / (self.foreseen + little), 1 / MOST_OFF), MOST_OFF)
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """One of the latest checkpoints: seconds from its beginning until it was durable, and how much that counts."""
@@ -102,6 +130,7 @@ def choose(
     overhead: float | None = None,
     failure_s: float | None = None,
     latest: Sequence[Seen] = (),
+    off: float = 1.0,
 ) -> Interval:
     """Algorithm 1, and Young and Daly's interval if the mean time between failures is known; the largest k wins.
 
@@ -109,7 +138,7 @@ def choose(
         budget: share of the time that checkpoints may cost [p], in (0, 1).
         overhead: what training sees of a checkpoint, if that was observed; by default it is derived from the profile.
         failure_s: mean time between failures, seconds.
-        latest: how long checkpoints took lately.
+        latest: how long checkpoints took lately; off: how many times as long as comes of that training waits.
 
     Raises:
         ConfigError: a value that cannot be used.
@@ -122,7 +151,7 @@ def choose(
     seen = (profile.device_copy if fits else on_host) if overhead is None else overhead
     k_persist = _whole((profile.copy + profile.persist - seen) / profile.iteration)
     k_overhead = _whole(seen / (budget * profile.iteration))
-    beyond = partial(_beyond, overhead=seen, latest=latest, budget=budget, iteration=profile.iteration)
+    beyond = partial(_beyond, overhead=seen, latest=latest, off=off, budget=budget, iteration=profile.iteration)
     if latest:
         longest = _whole(max(one.seconds for one in latest) / profile.iteration)  # with which nobody waits
         k_overhead = _least_waiting(max(1, k_persist, k_overhead), longest, beyond) or k_overhead
@@ -134,12 +163,17 @@ def choose(
     return replace(interval, shorter=_shorter(k, beyond)) if interval.binds else interval
 
 
-def _beyond(k: int, *, overhead: float, latest: Sequence[Seen], budget: float, iteration: float) -> float:
+def waits(k: int, latest: Sequence[Seen], iteration: float) -> float:
+    """How long training waits for a checkpoint, seconds, by the mean of the latest: for one of s seconds
+    ``s - k * iteration``."""
+    found = sum(seen.weight * max(0.0, seen.seconds - k * iteration) for seen in latest)
+    return found / (sum(seen.weight for seen in latest) or 1.0)
+
+
+def _beyond(k: int, *, overhead: float, latest: Sequence[Seen], off: float, budget: float, iteration: float) -> float:
     """By how many seconds the overhead of a checkpoint and the wait for it exceed the budget of k steps; negative: of that, so
-    much is left. A checkpoint of s seconds has training wait for ``s - k * iteration``."""
-    waits = sum(seen.weight * max(0.0, seen.seconds - k * iteration) for seen in latest)
-    weights = sum(seen.weight for seen in latest) or 1.0
-    return overhead + waits / weights - budget * k * iteration * (1 + 1e-6)
+    much is left."""
+    return overhead + off * waits(k, latest, iteration) - budget * k * iteration * (1 + 1e-6)
 
 
 def _least_waiting(least: int, longest: int, beyond: Callable[[int], float]) -> int:

@@ -14,7 +14,7 @@ from operator import mul
 from statistics import mean, median, stdev
 from typing import Any, Literal
 
-from raytrain_ft.policy.frequency import Interval, Profile, Seen, choose
+from raytrain_ft.policy.frequency import Foresight, Interval, Profile, Seen, choose, waits
 
 SMOOTHING = 0.05
 """Weight of the newest checkpoint. Single ones say little: on real disks their times have a long tail."""
@@ -49,11 +49,8 @@ DOUBLINGS = 4
 an earlier launch."""
 LIMIT = 30
 """Of doublings, wherever k ends."""
-EVENED = 0.002
-"""With each checkpoint k aims at another budget, by this much of what the last ones left of it, or took more. What is foreseen
-of rare slow ones is wrong by some tenths of a budget, the one way or the other, and stays so: only what was spent tells."""
-MOST_EVENED = 0.4
-"""Of the budget, either way: nobody is to wait for hours because of a bad minute."""
+LITTLE = 0.1
+"""Of the budget: by so much more or less than foreseen training may wait, and nothing comes of it."""
 JUDGED_STEPS = 30
 """Steps that a judgement needs at least: a few, of which some happen to be slow, say nothing."""
 TOLERANCE = 0.05
@@ -179,7 +176,7 @@ class Tuner:
     _latest: deque[Costs] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _stretch: Stretch = field(default_factory=Stretch)
     _overhead: float | None = None
-    _evened: float = 0.0  # share of the time: what k aims at beyond the budget, for what was left of it so far
+    _foresight: Foresight = field(default_factory=Foresight)
     _looks: float = 0.0  # share of the time that goes to seeing whether a checkpoint is due
     _hiccups: float = 0.0  # per checkpoint, of late
     _deviation: float = 0.0
@@ -324,7 +321,7 @@ class Tuner:
         In a world of another size steps and checkpoints take another time, too, which is measured before the next decision."""
         self.last, self._tried = min(self.last, step), 0
         if resized:
-            self._overhead, self._shorter, self._evened = None, 0.0, 0.0
+            self._overhead, self._shorter, self._foresight = None, 0.0, Foresight()
             self._latest.clear()
         self._stretch = Stretch()
 
@@ -350,26 +347,21 @@ class Tuner:
         seen = max(0.0, self._overhead, _mean([costs.stall for costs in costs_of]))
         weights = _weights(len(costs_of), RARE)
         latest = [Seen(costs.copy + costs.persist, weight) for costs, weight in zip(costs_of, weights, strict=True)]
-        if not self._unseen:  # else what a step takes by itself may be another time by now
-            self._even_out(count, spent=extra / base + looks)
-        aim = self.budget - self._looks + self._evened  # what k cannot change is taken off the budget
-        interval = choose(self.profile, aim, overhead=seen, failure_s=self.failure_s, latest=latest)
-        if not interval.binds:
-            self._evened = min(self._evened, 0.0)  # what is left of a budget that cannot be spent is not spent later
+        self._foresight.take(count, stretch.waited / count)
+        off = self._foresight.off(LITTLE * self.budget * self.k * self.profile.iteration)
+        aim = self.budget - self._looks  # what k cannot change is taken off the budget
+        interval = choose(self.profile, aim, overhead=seen, failure_s=self.failure_s, latest=latest, off=off)
         observed = extra / base + self._looks
         k, moved = self._moved(interval, over=observed - doubt / base > self.budget)
         self._shorter = interval.shorter if k == interval.k else 0.0
+        of_k, of_less = (waits(steps, latest, self.profile.iteration) for steps in (k, k - 1))
+        self._foresight.next = of_k + self._shorter * (of_less - of_k)
         if k == self.k:
             return None
         self.k, self.mode = k, interval.mode
         interval = replace(interval, k=k)
         reason = f"{moved} ({observed:.1%} observed, budget {self.budget:.1%}): {interval.reason}"
         return Decision(step=step, interval=interval, profile=self.profile, observed=observed, reason=reason)
-
-    def _even_out(self, count: int, spent: float) -> None:
-        """So many checkpoints have cost this share of the time."""
-        most = MOST_EVENED * self.budget
-        self._evened = max(-most, min(most, self._evened + EVENED * count * (self.budget - spent)))
 
     def _take_free(self) -> float:
         """The time of a step without checkpoints, from those that had none under way; returns the standard error of the time

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.policy.frequency import Profile, Seen, choose, profile_steps
+from raytrain_ft.policy.frequency import MOST_OFF, Foresight, Profile, Seen, choose, profile_steps
 from raytrain_ft.policy.tuner import Costs, Decision, Tuner
 
 # ---------------------------------------------------------------- Algorithm 1
@@ -476,9 +476,23 @@ def test_overhead_comes_to_its_budget_on_a_machine_that_varies(slow: float, time
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_foreseen_of_waits_is_corrected_by_what_was_spent(seed: int) -> None:
-    """Without that it would be half a point less."""
-    assert play(seed, 1, 1, copy=0.1, persist=4.0) == pytest.approx(3.5, abs=0.35)
+@pytest.mark.parametrize(("tail", "persist"), [(1, 4.0), (20, 1.0)])
+def test_what_is_foreseen_of_waits_is_corrected_by_what_they_were(tail: float, persist: float, seed: int) -> None:
+    """Without that it would be half a point less, and half a point more."""
+    assert play(seed, 1, tail, copy=0.1, persist=persist) == pytest.approx(3.5, abs=0.35)
+
+
+def test_waits_are_foreseen_to_be_as_many_times_longer_as_they_were_of_late() -> None:
+    foresight = Foresight(next=0.1)
+    for _ in range(2000):
+        foresight.take(1, 0.2)
+    assert foresight.off(little=0.0) == pytest.approx(2.0, rel=0.01)
+    assert foresight.off(little=10.0) == pytest.approx(1.0, rel=0.01), "a tenth of a second more is nothing there"
+    foresight.take(1, 0.0)
+    assert 1.9 < foresight.off(little=0.0) < 2.0
+    for _ in range(2000):
+        foresight.take(1, 60.0)
+    assert foresight.off(little=0.0) == MOST_OFF
 
 
 @pytest.mark.parametrize(("overhead_s", "k"), [(0.101, 3), (0.15, 5), (0.34, 10)])
