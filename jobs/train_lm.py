@@ -187,7 +187,7 @@ def main() -> None:
     task = MaskedPythonLM(args.max_steps) if args.masked else PythonLM(args.max_steps, tied=args.tied)
     patience = timedelta(minutes=args.node_minutes)
     kind = "masked-lm" if args.masked else "tied-lm" if args.tied else "lm"
-    name = args.name or (kind if args.stages == 1 else f"{kind}-{args.stages}-stages")
+    name = kind if args.stages == 1 else f"{kind}-{args.stages}-stages"
     workers = args.num_workers if args.num_workers is not None else 2 if args.stages == 1 else args.stages
     if workers < 1 or args.stages < 1 or workers % args.stages:
         parser.error(f"--num-workers {workers}: {args.stages} stages need a multiple of {args.stages}")
@@ -195,7 +195,9 @@ def main() -> None:
     if args.lose_stage is not None:
         cluster = LocalCluster(workers + 1, cpus_per_node=args.cpus_per_worker)  # a node for each worker, and one for a spare
         faults = [ft.FailAt(rank=args.lose_stage, step=args.max_steps // 2, phase="forward")]
-        resume = "never"  # a rehearsal begins anew each time
+        # A rehearsal begins anew each time: under the name of a real run, it would in time delete the checkpoints of that one,
+        # or that one would go on from those of the rehearsal.
+        resume, name = "never", f"{name}-rehearsal"
 
     trainer = ft.Trainer(
         task,
@@ -214,7 +216,7 @@ def main() -> None:
         ),
         recovery_config=ft.RecoveryConfig(schedule_timeout=2 * patience, replacement_timeout=patience),
         run_config=ft.RunConfig(
-            name=name, storage_path=args.storage_path, checkpoint_config=ft.CheckpointConfig(resume=resume)
+            name=args.name or name, storage_path=args.storage_path, checkpoint_config=ft.CheckpointConfig(resume=resume)
         ),
         faults=faults,
     )

@@ -115,14 +115,16 @@ def main() -> None:
     images = args.images.expanduser().absolute()
     write_digits(images)
     task, patience = DigitViT(str(images), args.max_steps), timedelta(minutes=args.node_minutes)
-    name = args.name or ("vit" if args.stages == 1 else f"vit-{args.stages}-stages")
+    name = "vit" if args.stages == 1 else f"vit-{args.stages}-stages"
     micro_batches = args.micro_batches or 2 * args.stages
     pieces = workers // args.stages * micro_batches
     cluster, faults, resume = nullcontext(), [], "auto"
     if args.lose_stage is not None:
         cluster = LocalCluster(workers + 1, cpus_per_node=args.cpus_per_worker)  # a node for each worker, and one for a spare
         faults = [ft.FailAt(rank=args.lose_stage, step=args.max_steps // 2, phase="forward")]
-        resume = "never"  # a rehearsal begins anew each time
+        # A rehearsal begins anew each time: under the name of a real run, it would in time delete the checkpoints of that one,
+        # or that one would go on from those of the rehearsal.
+        resume, name = "never", f"{name}-rehearsal"
 
     trainer = ft.Trainer(
         task,
@@ -139,7 +141,7 @@ def main() -> None:
         ),
         recovery_config=ft.RecoveryConfig(schedule_timeout=2 * patience, replacement_timeout=patience),
         run_config=ft.RunConfig(
-            name=name, storage_path=args.storage_path, checkpoint_config=ft.CheckpointConfig(resume=resume)
+            name=args.name or name, storage_path=args.storage_path, checkpoint_config=ft.CheckpointConfig(resume=resume)
         ),
         faults=faults,
     )

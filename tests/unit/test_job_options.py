@@ -56,6 +56,15 @@ def test_the_batch_of_a_pipeline_is_of_whole_micro_batches(monkeypatch: pytest.M
     assert run(module, "--stages 2 --num-workers 8 --micro-batches 100", monkeypatch)["global_batch_size"] == 400
 
 
+@pytest.mark.parametrize(("name", "own"), [("train_lm", "lm"), ("train_lm", "masked-lm"), ("train_vit", "vit")])
+def test_a_rehearsal_has_a_name_of_its_own(name: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins anew each time, and so would delete a real run's checkpoints."""
+    module, options = load(name, monkeypatch), "--stages 3" + " --masked" * (own == "masked-lm")
+    assert run(module, options, monkeypatch)["run_config"].name == f"{own}-3-stages"
+    assert run(module, f"{options} --lose-stage 1", monkeypatch)["run_config"].name == f"{own}-3-stages-rehearsal"
+    assert run(module, f"{options} --lose-stage 1 --name mine", monkeypatch)["run_config"].name == "mine"
+
+
 @pytest.mark.parametrize("name", ["train_lm", "train_vit"])
 @pytest.mark.parametrize(
     "command", ["--stages 3 --num-workers 2", "--stages 3 --num-workers 4", "--stages 0", "--num-workers 0"]
