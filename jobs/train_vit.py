@@ -117,7 +117,7 @@ def main() -> None:
     task, patience = DigitViT(str(images), args.max_steps), timedelta(minutes=args.node_minutes)
     name = "vit" if args.stages == 1 else f"vit-{args.stages}-stages"
     micro_batches = args.micro_batches or 2 * args.stages
-    pieces = workers // args.stages * micro_batches
+    pieces = workers // args.stages * micro_batches if args.stages > 1 else 1
     cluster, faults, resume = nullcontext(), [], "auto"
     if args.lose_stage is not None:
         cluster = LocalCluster(workers + 1, cpus_per_node=args.cpus_per_worker)  # a node for each worker, and one for a spare
@@ -129,8 +129,9 @@ def main() -> None:
     trainer = ft.Trainer(
         task,
         max_steps=args.max_steps,
-        # Micro-batches of a pipeline are of one size. So the batch is a multiple of them all, about 128, and the rest of an
-        # epoch that does not fill one is left out: other images in each epoch.
+        # Micro-batches of a pipeline are of one size. So the batch is a multiple of them all, about 128. Without stages it is
+        # 128 with however many workers, so that a run may go on with others. The rest of an epoch that does not fill a batch
+        # is left out: other images in each epoch.
         global_batch_size=max(1, round(128 / pieces)) * pieces,
         drop_last=True,
         seed=0,

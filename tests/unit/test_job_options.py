@@ -56,6 +56,12 @@ def test_the_batch_of_a_pipeline_is_of_whole_micro_batches(monkeypatch: pytest.M
     assert run(module, "--stages 2 --num-workers 8 --micro-batches 100", monkeypatch)["global_batch_size"] == 400
 
 
+def test_the_batch_without_a_pipeline_does_not_depend_on_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is of one size of batch, and a run may go on with another number of workers."""
+    module = load("train_vit", monkeypatch)
+    assert {run(module, f"--num-workers {workers}", monkeypatch)["global_batch_size"] for workers in (1, 2, 3, 7)} == {128}
+
+
 @pytest.mark.parametrize(("name", "own"), [("train_lm", "lm"), ("train_lm", "masked-lm"), ("train_vit", "vit")])
 def test_a_rehearsal_has_a_name_of_its_own(name: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins anew each time, and so would delete a real run's checkpoints."""
