@@ -168,10 +168,10 @@ def main() -> None:
     parser.add_argument("--masked", action="store_true", help="guess hidden bytes (BERT) instead of the next one (GPT)")
     parser.add_argument("--tied", action="store_true", help="one matrix of weights for embedding and output (GPT only)")
     parser.add_argument("--stages", type=int, default=1, help="cut the model into so many stages, each on its own worker")
-    parser.add_argument("--micro-batches", type=int, default=8, help="of each pipeline's share of the 32 windows")
+    parser.add_argument("--micro-batches", type=int, default=None, help="of each pipeline's share of the 32 windows (8)")
     parser.add_argument("--chunks", type=int, default=1, help="parts of the model per stage: each goes round as often")
     parser.add_argument(
-        "--schedule", choices=["1f1b", "gpipe", "zero_bubble"], default="1f1b", help="the order of micro-batches"
+        "--schedule", choices=["1f1b", "gpipe", "zero_bubble"], default=None, help="the order of micro-batches (1f1b)"
     )
     parser.add_argument("--lose-stage", type=int, help="rehearse: a local cluster; kill this stage half way")
     parser.add_argument("--storage-path", default=None, help="where runs are kept: a path that every node sees")
@@ -180,6 +180,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.lose_stage is not None and not 0 <= args.lose_stage < args.stages:
         parser.error(f"--lose-stage {args.lose_stage}: stages are numbered from 0 to {args.stages - 1}")
+    if args.stages == 1 and (args.micro_batches is not None or args.schedule is not None):
+        parser.error("--micro-batches and --schedule are of a pipeline: give --stages, too")
 
     if args.masked and args.tied:
         parser.error("--tied: a masked model reads one token more than it writes, so its two ends are no one matrix")
@@ -209,9 +211,9 @@ def main() -> None:
         scaling_config=ft.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": args.cpus_per_worker}),
         parallelism_config=ft.ParallelismConfig(
             pipeline_parallel_degree=args.stages,
-            num_pp_microbatches=args.micro_batches,
+            num_pp_microbatches=8 if args.micro_batches is None else args.micro_batches,
             num_pp_chunks=args.chunks,
-            schedule=args.schedule,
+            schedule=args.schedule or "1f1b",
             split="auto",
         ),
         recovery_config=ft.RecoveryConfig(schedule_timeout=2 * patience, replacement_timeout=patience),

@@ -108,6 +108,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.lose_stage is not None and not 0 <= args.lose_stage < args.stages:
         parser.error(f"--lose-stage {args.lose_stage}: stages are numbered from 0 to {args.stages - 1}")
+    if args.stages == 1 and args.micro_batches is not None:
+        parser.error("--micro-batches are of a pipeline: give --stages, too")
     workers = args.num_workers if args.num_workers is not None else 2 if args.stages == 1 else args.stages
     if workers < 1 or args.stages < 1 or workers % args.stages:
         parser.error(f"--num-workers {workers}: {args.stages} stages need a multiple of {args.stages}")

@@ -44,6 +44,16 @@ def run(module: ModuleType, command: str, monkeypatch: pytest.MonkeyPatch) -> di
     return given
 
 
+def refused(name: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a job says of options that it does not begin with."""
+    module = load(name, monkeypatch)
+    monkeypatch.setattr(sys, "argv", [name, *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["train_digits", "train_images", "train_lm", "train_vit"])
 def test_a_job_waits_for_nodes_as_long_as_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recovery = run(load(name, monkeypatch), "--node-minutes 15", monkeypatch)["recovery_config"]
@@ -78,12 +88,26 @@ def test_a_rehearsal_has_a_name_of_its_own(name: str, own: str, monkeypatch: pyt
 def test_workers_that_are_no_whole_replicas_are_refused(
     name: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = load(name, monkeypatch)
-    monkeypatch.setattr(sys, "argv", [name, *command.split()])
-    with pytest.raises(SystemExit) as ended:
-        module.main()
-    assert ended.value.code == 2
-    assert "stages need a multiple of" in capsys.readouterr().err
+    assert "stages need a multiple of" in refused(name, command, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("train_lm", "--micro-batches 8"), ("train_lm", "--schedule 1f1b"), ("train_vit", "--micro-batches 2")],
+)
+def test_what_only_a_pipeline_has_is_refused_without_one(
+    name: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even its default: who gives it expects a pipeline."""
+    assert "of a pipeline: give --stages" in refused(name, option, monkeypatch, capsys)
+    assert run(load(name, monkeypatch), f"--stages 2 {option}", monkeypatch)["parallelism_config"].pipeline_parallel_degree == 2
+
+
+def test_a_pipeline_of_the_language_model_has_8_micro_batches_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("train_lm", monkeypatch)
+    found = [run(module, f"--stages 2{more}", monkeypatch)["parallelism_config"] for more in ("", " --micro-batches 4")]
+    assert [(one.micro_batches, one.schedule) for one in found] == [(8, "1f1b"), (4, "1f1b")]
+    assert run(module, "--stages 2 --schedule gpipe", monkeypatch)["parallelism_config"].schedule == "gpipe"
 
 
 def test_ray_train_keeps_its_own_files_where_every_node_sees_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
