@@ -193,6 +193,8 @@ def main() -> None:
     workers = args.num_workers if args.num_workers is not None else 2 if args.stages == 1 else args.stages
     if workers < 1 or args.stages < 1 or workers % args.stages:
         parser.error(f"--num-workers {workers}: {args.stages} stages need a multiple of {args.stages}")
+    if args.lose_stage is not None and workers != args.stages:
+        parser.error(f"--lose-stage: of {workers} workers, others have the same stage; use as many as stages ({args.stages})")
     cluster, faults, resume = nullcontext(), [], "auto"
     if args.lose_stage is not None:
         cluster = LocalCluster(workers + 1, cpus_per_node=args.cpus_per_worker)  # a node for each worker, and one for a spare

@@ -46,10 +46,8 @@ def run(module: ModuleType, command: str, monkeypatch: pytest.MonkeyPatch) -> di
 
 def refused(name: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """What a job says of options that it does not begin with."""
-    module = load(name, monkeypatch)
-    monkeypatch.setattr(sys, "argv", [name, *command.split()])
     with pytest.raises(SystemExit) as ended:
-        module.main()
+        run(load(name, monkeypatch), command, monkeypatch)
     assert ended.value.code == 2
     return capsys.readouterr().err
 
@@ -89,6 +87,15 @@ def test_workers_that_are_no_whole_replicas_are_refused(
     name: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "stages need a multiple of" in refused(name, command, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("name", ["train_lm", "train_vit"])
+@pytest.mark.parametrize("command", ["--stages 2 --num-workers 4 --lose-stage 1", "--lose-stage 0"])
+def test_a_stage_that_another_replica_has_too_cannot_be_lost(
+    name: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rehearsal would show how a worker is lost: no log is read, and nothing is replayed."""
+    assert "use as many as stages" in refused(name, command, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
