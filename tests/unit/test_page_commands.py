@@ -28,6 +28,8 @@ from raytrain_ft.errors import ScenarioError
 from raytrain_ft.scenario import Scenario
 
 OURS = "raytrain-ft"
+AS_ROOT = f'"$(command -v {OURS})"'
+"""The same behind `sudo`, which searches a path of its own: no virtual environment is on it."""
 SHELL = ("sh", "shell", "bash", "console")
 WITH_OUTPUT = ("", "text")
 """In these, only what follows a prompt is a command."""
@@ -65,11 +67,15 @@ def shown() -> list[tuple[str, list[str]]]:
     return [(name, words) for name, line in written for words in commands(line) if words]
 
 
+def with_comments() -> list[Path]:
+    jobs = [path for path in (ROOT / "jobs").rglob("*") if path.suffix in (".py", ".yaml")]
+    return [*sorted(jobs), ROOT / "cluster.yaml"]
+
+
 def ours() -> list[tuple[str, list[str]]]:
     """Those that are `raytrain-ft`, with those in comments: of the pages' Python, of jobs/ and of cluster.yaml."""
-    files = [path for path in (ROOT / "jobs").rglob("*") if path.suffix in (".py", ".yaml")]
     commented = [(block.name, block.text) for block in fenced("python")]
-    commented += [(str(path.relative_to(ROOT)), path.read_text()) for path in (*sorted(files), ROOT / "cluster.yaml")]
+    commented += [(str(path.relative_to(ROOT)), path.read_text().replace(AS_ROOT, OURS)) for path in with_comments()]
     found = shown() + [(name, next(commands(line))) for name, text in commented for line in COMMENT.findall(text)]
     return [(name, words) for name, words in found if words[0] == OURS]
 
@@ -122,9 +128,14 @@ def test_command_lines_are_found_wherever_there_are_some() -> None:
         "docs/choose-a-strategy.md",
         "cluster.yaml",
         "jobs/simulations/bert.yaml",
+        "jobs/scenarios/unplug.yaml",
     }
     missed = [f"{block.name}: {line}" for block in fenced(*WITH_OUTPUT) for line in lines(block.text) if line.startswith(OURS)]
     assert missed == [], "a block with commands says ```sh, and what each of them does as a comment"
+
+
+def test_root_is_told_where_the_command_is() -> None:
+    assert [str(path) for path in (*PAGES, *with_comments()) if f"sudo {OURS}" in path.read_text()] == []
 
 
 @pytest.mark.parametrize(
