@@ -180,6 +180,9 @@ class Trainee:
             self._heartbeat.ended("failed", str(error), kind="non_finite")
         except ConfigError as error:
             self._heartbeat.ended("failed", str(error), kind="config")
+        except StorageError as error:  # of its data set, which may be there again when the run is begun once more
+            if not fence.tripped:
+                self._heartbeat.ended("failed", told(str(error)), kind="storage")
         except BaseException:
             if fence.tripped:
                 return  # the error is the fence's doing: torch wraps what a hook raises

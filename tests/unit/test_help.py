@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-from raytrain_ft.errors import FencedError, LogGapError, ReplayDivergedError, StorageError
+from raytrain_ft.errors import FencedError, LogGapError, ReplayDivergedError, StorageError, UnreachableError
 from raytrain_ft.places import Place
 from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
@@ -236,25 +237,46 @@ def test_who_has_helped_still_compares_what_it_had_replayed_itself(tmp_path: Pat
     assert found.past.until == 13
 
 
-def test_who_computes_something_else_in_its_first_step_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no error of the task: everybody goes back."""
+def trains(train_step: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Does this as its first step. `ended` has how that ended: in which way, in which words, as which kind of failure."""
     found: Any = object.__new__(Trainee)
-    ended: list[tuple[str, str]] = []
-
-    def train_step(_: Any) -> None:
-        raise ReplayDivergedError("another than before")
-
+    found.ended = []
     state = SimpleNamespace(filled=True, step=13, tail=SimpleNamespace(sleep=Sleep()), buckets=())
     found.replica = SimpleNamespace(state=state, checkpointer=None, train_step=train_step)
     found.rank, found._asleep = 1, False
     found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2, max_steps=20, selective=None))
     parting = SimpleNamespace(members=(0,), part=lambda *_, **__: False, connect=lambda links: links)
     found._connections = SimpleNamespace(live=lambda rounded: None, parting=lambda: parting)
-    found._heartbeat = SimpleNamespace(ended=lambda status, detail: ended.append((status, detail)))
+    found._heartbeat = SimpleNamespace(ended=lambda status, detail, kind="": found.ended.append((status, detail, kind)))
     monkeypatch.setattr(Loop, "_share_out", lambda _: None)
+    return found
+
+
+def test_who_computes_something_else_in_its_first_step_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no error of the task: everybody goes back."""
+
+    def train_step(_: Any) -> None:
+        raise ReplayDivergedError("another than before")
+
+    found = trains(train_step, monkeypatch)
     found.run(Fence(3), c.Run(("w0", "w3"), 3))
-    assert ended == [("diverged", "another than before")]
-    assert not state.filled, "nobody goes on from what it has"
+    assert found.ended == [("diverged", "another than before", "")]
+    assert not found.replica.state.filled, "nobody goes on from what it has"
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+def test_a_data_set_that_cannot_be_read_is_no_error_of_the_task(fenced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would come again. Its storage may be there when the run is begun once more, or when the recovery is over."""
+    fence, words = Fence(3), "/data/1.png could not be read at two attempts"
+
+    def train_step(_: Any) -> None:
+        if fenced:
+            fence.trip()
+        raise UnreachableError(words)
+
+    found = trains(train_step, monkeypatch)
+    found.run(fence, c.Run(("w0", "w3"), 3))
+    assert found.ended == ([] if fenced else [("failed", words, "storage")])
 
 
 def builder(built: Any) -> Trainee:

@@ -766,18 +766,19 @@ def test_checkpoints_that_are_not_there_any_more_do_not_begin_the_run_anew() -> 
     assert story.run.failure is None, "copies in memory go with the node that holds them"
 
 
-def test_what_fails_on_a_node_that_is_about_to_go_is_lost_with_it() -> None:
+@pytest.mark.parametrize("kind", ["task", "storage"])
+def test_what_fails_on_a_node_that_is_about_to_go_is_lost_with_it(kind: Any) -> None:
     """Its disks and its network may go first. A task that fails elsewhere, too, ends the run."""
-    failure = m.TaskFailed(member="w1", kind="task", step=5, rank=None, message="OSError: stale file handle")
+    failure = m.TaskFailed(member="w1", kind=kind, step=5, rank=None, message="OSError: stale file handle")
     story = running(3, spares=1)
     story.tell(m.Noticed(member="w1", deadline_s=120.0, source="aws", reason="a spot notice"), failure)
     assert (story.run.state, story.run.failure) == (State.FENCE, None)
     assert "about to be taken away: OSError" in story.run.recoveries[-1].cause
-    story.fenced("w0", "w2").tell(m.TaskFailed(member="w0", kind="task", step=5, rank=None, message="ValueError: no"))
+    story.fenced("w0", "w2").tell(m.TaskFailed(member="w0", kind=kind, step=5, rank=None, message="ValueError: no"))
     assert story.run.failure is not None
     alone = running(1, min_workers=1, checkpoints=True)
     alone.tell(m.Noticed(member="w0", deadline_s=120.0, source="aws", reason="a spot notice"))
-    alone.tell(m.TaskFailed(member="w0", kind="task", step=5, rank=None, message="OSError: stale file handle"))
+    alone.tell(m.TaskFailed(member="w0", kind=kind, step=5, rank=None, message="OSError: stale file handle"))
     assert alone.run.state == State.REPLACE
 
 
