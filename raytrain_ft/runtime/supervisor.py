@@ -67,7 +67,7 @@ class Supervisor:
         self._spec = spec
         self._events: asyncio.Queue[m.Event] = asyncio.Queue()
         self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
-        self._right = Right(spec)
+        self._right = _patiently(self._take_right)
         self._contacts = Contacts(spec)
         try:
             written = _patiently(self._come_back)
@@ -87,13 +87,17 @@ class Supervisor:
         self._life = asyncio.get_running_loop().create_task(self._live())
         self._leaving = asyncio.get_running_loop().create_task(self._leave())
 
+    def _take_right(self) -> Right:
+        """Nothing is made in the empty directory of a mount that is away, where nobody's right is seen: it would be taken anew,
+        and with the mount comes the one that this run has had all the time."""
+        _check_mount(self._spec)
+        return Right(self._spec)
+
     def _come_back(self) -> Counter[str]:
         """To where the run's log ends: each event is taken in and let go of, for there may be more than fit into memory. Where
         there is none, the run begins. Returns how many notes of each name there are."""
         spec = self._spec
-        if not (spec.directory / "events.jsonl").exists() and not sees_directory(spec) and _has_come_back():
-            # the empty directory of a mount that is away, and workers train
-            raise FileNotFoundError(errno.ENOENT, f"nothing of run {spec.run_id} is here: is it mounted?", str(spec.directory))
+        _check_mount(spec)  # once more: it may have gone since
         self._machine, self._measures = RunState(spec.rules), Measures()
         self._health = health.Health(spec, self.tell, self.now, self._contacts)
         self._asleep: set[str] = set()  # who was asked to sleep, or said that it does
@@ -445,6 +449,13 @@ class Supervisor:
         for record in self._library.records.pop(name, []):
             self._notes.stored(name, record)
             self._health.tidings.samples_lost(record)
+
+
+def _check_mount(spec: RunSpec) -> None:
+    """Raises FileNotFoundError if this process has come back to the empty directory of a mount that is away: the run's workers
+    train on, and it does not begin anew there."""
+    if not (spec.directory / "events.jsonl").exists() and not sees_directory(spec) and _has_come_back():
+        raise FileNotFoundError(errno.ENOENT, f"nothing of run {spec.run_id} is here: is it mounted?", str(spec.directory))
 
 
 def _patiently(work: Callable[[], T]) -> T:

@@ -617,6 +617,34 @@ def test_a_supervisor_that_comes_back_to_an_empty_directory_does_not_begin_anew_
             asyncio.run(live())
 
 
+def test_a_supervisor_that_comes_back_makes_nothing_where_its_mount_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the right anew there, with the first epoch, and find the right of this very run when the mount is back."""
+    spec = spec_of(tmp_path / "mount" / "run")
+    storage, away = LocalStorage(spec.directory), tmp_path / "away"
+    lock.acquire(storage, "a launch before").release()
+    lock.acquire(storage, spec.run_id).hand_over()
+    (spec.directory / "nonce").write_text(spec.nonce)
+    spec.directory.rename(away)
+    context = SimpleNamespace(was_current_actor_reconstructed=True)
+    monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: context)
+
+    def mount(seconds: float) -> None:
+        assert not spec.directory.exists(), "nothing was made there"
+        away.rename(spec.directory)
+
+    async def live() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(supervisor.time, "sleep", mount)
+            one = WithoutRay(spec)
+        assert one._right._lock is not None
+        assert (one._right._lock.owner.epoch, one._right._lock.new) == (2, False)
+        await one.close()
+
+    asyncio.run(live())
+
+
 def test_a_supervisor_that_comes_back_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(was_current_actor_reconstructed=True)
     monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: context)
