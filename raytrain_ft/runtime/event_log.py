@@ -41,6 +41,8 @@ END_BYTES = 2**20
 """In which the last lines of a log lie."""
 EARLIER = re.compile(r"events-[0-9]+\.jsonl")
 """The log of a run, once another of the same name has followed it."""
+DAMAGE = (ValueError, TypeError, AttributeError, KeyError)
+"""What comes of reading a line that is damaged."""
 
 
 def encode(event: Event) -> str:
@@ -83,8 +85,8 @@ class EventLog:
         self._late_since: float | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-        try:  # a line that a crash cut short would damage the next one
-            os.ftruncate(self._file, _whole_lines(path))
+        try:  # a line that a crash cut short would damage the next one, and one that it damaged is forgiven as the last only
+            os.ftruncate(self._file, _sound_lines(path))
         except OSError:
             os.close(self._file)
             raise
@@ -149,10 +151,18 @@ class EventLog:
         os.close(self._file)
 
 
-def _whole_lines(path: Path) -> int:
-    """Bytes up to the end of the last line that was written whole."""
+def _sound_lines(path: Path) -> int:
+    """Bytes up to the end of the last line that was written whole, without that one if it is damaged: as `read_past` reads
+    them."""
     with path.open("rb") as file:
-        return _line_before(file, file.seek(0, os.SEEK_END))
+        end = _line_before(file, file.seek(0, os.SEEK_END))
+        begin = _line_before(file, end - 1) if end else 0
+        file.seek(begin)
+        try:
+            _named(file.read(end - begin).decode("ascii", "surrogateescape"))
+        except DAMAGE:
+            return begin
+    return end
 
 
 def _line_before(file: BinaryIO, end: int) -> int:
@@ -192,7 +202,7 @@ def read_past(path: Path) -> Iterator[tuple[str, Event | None]]:
                 break
             try:
                 named = _named(line)
-            except (ValueError, TypeError, AttributeError, KeyError) as error:
+            except DAMAGE as error:
                 if not next(log, "").endswith("\n"):  # it is the last that was written whole
                     break
                 raise StorageError(f"{path}, line {number} is damaged: {error}") from error

@@ -72,7 +72,7 @@ class Supervisor:
         try:
             written = _patiently(self._come_back)
             self._log = _patiently(lambda: EventLog(spec.directory / "events.jsonl", self.now))
-        except OSError:
+        except (OSError, StorageError):
             self._right.release()  # Ray does not start it again: who comes next need not wait until its lease is over
             raise
         self._notes = Notes(spec, self._log, self._machine, self.now, written)

@@ -73,10 +73,28 @@ def test_a_line_that_was_cut_is_taken_away_without_reading_all(
 ) -> None:
     monkeypatch.setattr(event_log, "BLOCK_BYTES", block)
     path = tmp_path / "events.jsonl"
-    for before in (b"", b"\n", b"first\nsecond\n"):
+    line = f"{encode(EVENT)}\n".encode()
+    for before in (b"", line, line + line):
         path.write_bytes(before + b'{"event": "Cut')
         EventLog(path).close()
         assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("block", [1, 7, 2**16])
+@pytest.mark.parametrize("cut", ["", '{"event": "Cut'])
+@pytest.mark.parametrize("damaged", ["{damaged\n", "\0\0\0\0\n", '{"event":"CapacityChanged","at":1}\n', "\xf8\n", "\n"])
+def test_a_damaged_line_that_was_forgiven_damages_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str, cut: str, block: int
+) -> None:
+    """As the last it is; with others after it, the supervisor could not come back once more."""
+    monkeypatch.setattr(event_log, "BLOCK_BYTES", block)
+    path = tmp_path / "events.jsonl"
+    path.write_text(f"{encode(EVENT)}\n{damaged}{cut}", encoding="latin-1")
+    assert read_events(path) == [EVENT]
+    log = EventLog(path)
+    log.append(EVENT)
+    log.close()
+    assert read_events(path) == [EVENT, EVENT]
 
 
 def test_the_end_of_a_run_is_looked_for_in_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

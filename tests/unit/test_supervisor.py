@@ -510,6 +510,24 @@ def test_a_supervisor_that_comes_back_waits_for_a_storage_that_is_away(
         lock.acquire(LocalStorage(tmp_path), "the next").release()  # without waiting
 
 
+def test_a_supervisor_whose_log_is_damaged_leaves_the_right_to_who_comes_next(tmp_path: Path) -> None:
+    """Not only the last line is, so it cannot go on, and Ray does not start it again."""
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append(m.RunStarted(run_id=spec_of(tmp_path).run_id))
+    log.close()
+    with log.path.open("a") as file:
+        file.write('{damaged\n{"event":"State"}\n')
+
+    async def live() -> None:
+        WithoutRay(spec_of(tmp_path))
+
+    with pytest.raises(StorageError, match="line 2 is damaged"):
+        asyncio.run(live())
+    owner = lock.read_owner(LocalStorage(tmp_path))
+    assert owner is not None
+    assert owner.renewed < 0
+
+
 def test_a_log_that_is_slow_to_sync_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file server that hangs. A second sync is begun after the first one only."""
     hangs, begun = threading.Event(), list[int]()
