@@ -60,8 +60,10 @@ async def hold(host: str, port: int) -> None:
             await asyncio.sleep(RETRY_S)  # silent: that is for heartbeats to judge
         else:
             known, began = True, time.monotonic()
-            await _ended(reader)
-            writer.close()
+            try:
+                await _ended(reader)
+            finally:  # also if nobody wants to know any more: whoever listens has room for a few
+                writer.close()
             if time.monotonic() - began >= RETRY_S:
                 pause = FIRST_RETRY_S
             else:

@@ -112,6 +112,30 @@ def test_strangers_push_out_who_holds_the_line_and_it_is_held_again() -> None:
     assert asyncio.run(flood())
 
 
+def test_a_line_that_is_held_no_longer_is_closed() -> None:
+    """Not when Python happens to look for garbage."""
+
+    async def hold_for_a_moment() -> None:
+        taken, ended = asyncio.Event(), asyncio.Event()
+
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            taken.set()
+            await reader.read()
+            ended.set()
+            writer.close()
+
+        server = await asyncio.start_server(take, "127.0.0.1", 0)
+        holding = asyncio.create_task(lifeline.hold(*server.sockets[0].getsockname()))
+        await asyncio.wait_for(taken.wait(), 10)
+        await asyncio.sleep(0.1)
+        holding.cancel()
+        await asyncio.wait_for(ended.wait(), 10)
+        assert holding.cancelled()
+        server.close()
+
+    asyncio.run(hold_for_a_moment())
+
+
 @pytest.mark.parametrize("libc", [SimpleNamespace(unshare=lambda flags: -1), SimpleNamespace()], ids=["forbidden", "absent"])
 def test_where_the_kernel_does_not_allow_it_there_is_no_line(libc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
