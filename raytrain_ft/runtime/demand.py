@@ -72,7 +72,7 @@ class Demand:
 
     async def close(self) -> None:
         """Asks for nothing any more. What cannot be taken back goes with the supervisor."""
-        with contextlib.suppress(RayError, TimeoutError):
+        with contextlib.suppress(RayError, RuntimeError, TimeoutError):
             await asyncio.wait_for(self._in_thread(self.adjust, 0), CLOSE_S)
         self._thread.shutdown(wait=False)
 

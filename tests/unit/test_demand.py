@@ -170,3 +170,17 @@ def test_what_cannot_be_taken_back_now_is_taken_back_later(
             demand.adjust(0)
     asyncio.run(demand.close())
     assert rooms.placed == {}
+
+
+@pytest.mark.parametrize("error", [RaySystemError("failed to connect to GCS"), RuntimeError("the state is not connected")])
+def test_the_end_of_a_run_does_not_fail_with_what_cannot_be_taken_back(
+    error: Exception, rooms: Rooms, demand: Demand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after it would be left out: the log, the right to write."""
+
+    def away(group: str) -> None:
+        raise error
+
+    demand.adjust(1)
+    monkeypatch.setattr(demands, "remove_placement_group", away)
+    asyncio.run(demand.close())
