@@ -85,12 +85,21 @@ class Library:
         return self._spec.rules.strategy == "snapshot"
 
     def _start_holder(self) -> None:
-        """On a node that hosts no worker, if there is one. It ends with this process; the next one starts another."""
+        """On a node that hosts no worker, if there is one. It ends with this process; the next one starts another, and until
+        its name is free has the one that is about to end.
+
+        Raises:
+            StorageError: Ray's state does not answer, which may pass; or the one that this process has started is out of reach.
+        """
         assert self._spec.checkpoints is not None
-        node = placement.apart(placement.nodes(), placement.demand(self._spec.options))
         options = {"name": self._spec.member_name("holder"), "namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": 64}
-        strategy = placement.pinned_to(node) if node is not None else "DEFAULT"
-        self._holder = ray.remote(Holder).options(**options, scheduling_strategy=strategy).remote()
+        options["get_if_exists"] = self._holder is None  # without the handle that it was started with, Ray would end it
+        try:
+            node = placement.apart(placement.nodes(), placement.demand(self._spec.options))
+            strategy = placement.pinned_to(node) if node is not None else "DEFAULT"
+            self._holder = ray.remote(Holder).options(**options, scheduling_strategy=strategy).remote()
+        except (ValueError, RayError, RuntimeError) as error:
+            raise StorageError(f"the holder of snapshots cannot be started: {error}") from error
 
     async def keep_holder(self) -> None:
         """If the holder of snapshots is lost, another one is started. What it held is lost with it; what comes after is not."""
@@ -99,8 +108,7 @@ class Library:
                 await self._holder.watch.remote(WATCH_SECONDS)
                 continue
             await asyncio.sleep(AGAIN_SECONDS)
-            # its name is taken, as long as it is out of reach only; or Ray's state does not answer, which may pass
-            with suppress(ValueError, RayError, RuntimeError):
+            with suppress(StorageError):
                 await asyncio.to_thread(self._start_holder)
 
     def find(self, incarnation: int, reached: int, tell: Callable[[m.Event], None]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import RaySystemError
 from store import save
 
 from raytrain_ft.errors import StorageError
@@ -172,3 +173,54 @@ def test_what_was_abandoned_does_not_come_back(tmp_path: Path) -> None:
     assert launched(tmp_path, "never", "c") == []
     assert launched(tmp_path, "auto", "d", step=5) == []
     assert launched(tmp_path, "auto", "e") == [5]
+
+
+def with_holder(taken: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Of a run with `strategy="snapshot"`, where Ray has these actors by name."""
+
+    def start(name: str, get_if_exists: bool = False, **about: object) -> object:
+        if name in taken and not get_if_exists:
+            raise ValueError(f"the name {name} is taken")
+        return taken.setdefault(name, object())
+
+    def options(**about: Any) -> object:
+        return SimpleNamespace(remote=lambda: start(**about))
+
+    monkeypatch.setattr(libraries.ray, "remote", lambda kind: SimpleNamespace(options=options))
+    monkeypatch.setattr(libraries.placement, "nodes", list)
+    about = {"checkpoints": SimpleNamespace(), "rules": SimpleNamespace(strategy="snapshot"), "options": {}}
+    spec: Any = SimpleNamespace(**about, member_name=lambda name: f"run:{name}")
+    return Library(spec)
+
+
+@pytest.mark.parametrize("error", [RaySystemError("failed to connect to GCS"), RuntimeError("no state"), ValueError("taken")])
+def test_a_holder_that_ray_cannot_start_now_is_a_storage_that_is_away(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again, or the run ends with a word of it, and its right to write is given up."""
+    library, errors = with_holder({}, monkeypatch), [error]
+
+    def nodes() -> list[dict[str, Any]]:
+        if errors:
+            raise errors.pop()
+        return []
+
+    monkeypatch.setattr(libraries.placement, "nodes", nodes)
+    with pytest.raises(StorageError, match=f"the holder of snapshots cannot be started: .*{error}"):
+        asyncio.run(library.open())
+    assert asyncio.run(library.open()) == ()
+
+
+def test_the_holder_of_the_supervisor_before_is_the_next_ones_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray ends it some time after the process that has started it. One's own that is out of reach is not let go of."""
+    before = object()
+    taken = {"run:holder": before}
+    library = with_holder(taken, monkeypatch)
+    assert asyncio.run(library.open()) == ()
+    assert library._holder is before
+    with pytest.raises(StorageError, match="run:holder is taken"):
+        library._start_holder()
+    assert library._holder is before
+    taken.clear()
+    library._start_holder()
+    assert library._holder is taken["run:holder"]
