@@ -30,7 +30,7 @@ from raytrain_ft.errors import ConfigError, FTError, LockedError, TrainingFailed
 from raytrain_ft.places import Place
 from raytrain_ft.policy.accounts import Accounts
 from raytrain_ft.policy.history import ENDS
-from raytrain_ft.policy.states import State
+from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.progress import Display
 from raytrain_ft.result import Result, first_of, recovery_of
 from raytrain_ft.runtime.event_log import each_record, has_end
@@ -47,6 +47,9 @@ UNAVAILABLE_S = 120.0
 """How long a supervisor is waited for that Ray is restarting, or for as long as its lease, if that is longer."""
 LAST_WORDS_S = 30.0
 """How long the end of a run may take beyond the time that it has for a last checkpoint."""
+DRAWING_S = 600.0
+"""How long a run that has ended may go on to draw its report and to clean up. Of a log of weeks that takes minutes, and who is
+killed meanwhile leaves drafts, logs and the right to write behind."""
 _NOT_BEGUN = (
     ", and nothing has begun: it waits for a place in the cluster, or for its node to install the job's runtime environment; "
     "look at `ray status` and `ray list actors`, or raise RecoveryConfig(schedule_timeout=...)"
@@ -151,7 +154,8 @@ def abort(supervisor: Any, reason: str, stop_timeout: float, display: Display | 
         for account in watch(supervisor, most_s=deadline - time.monotonic()):
             if display is not None:
                 display.show(account)
-            if time.monotonic() > deadline:
+            patience = DRAWING_S if account["state"] in ENDED else 0.0
+            if time.monotonic() > deadline + patience:
                 break
     if display is not None and account is not None:
         display.show_end(account)

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -56,6 +57,8 @@ LOG_SYNC_S = 1.0
 """How often the log is synced while there is news: about so much of it is lost with the machine."""
 LINGER_S = 5.0
 """How long this process stays to tell the outcome to who follows the run; after that the records tell it."""
+DRAFTS = (".timeline.json.*", ".report.html.*")
+"""What `draw` leaves if it is killed meanwhile."""
 
 T = TypeVar("T")
 
@@ -143,8 +146,9 @@ class Supervisor:
 
     async def abort(self, reason: str) -> None:
         """The run is to end before its time, with a last checkpoint."""
-        self.tell(m.AbortRequested(reason=reason))
-        await self._recorded()
+        if self._machine.state not in ENDED:  # else nobody takes the request in, and who asks would wait for the drawings
+            self.tell(m.AbortRequested(reason=reason))
+            await self._recorded()
 
     async def notice(self, member: str, deadline_s: float, reason: str, replaced: bool = True) -> None:
         """Somebody asks that this worker leave within so many seconds; another takes its place, or there is one less.
@@ -263,7 +267,7 @@ class Supervisor:
     async def _draw(self) -> None:
         """Of a long run that takes minutes, in which others ask how it stands."""
         if await self._right.is_kept():
-            self._notes.drawn(await asyncio.to_thread(draw, self._spec.directory))
+            self._notes.drawn(await asyncio.to_thread(_draw_anew, self._spec.directory))
 
     async def _release(self) -> None:
         """The next run of this name need not wait; without this it would see that this process is gone, or silent."""
@@ -456,6 +460,15 @@ def _check_mount(spec: RunSpec) -> None:
     train on, and it does not begin anew there."""
     if not (spec.directory / "events.jsonl").exists() and not sees_directory(spec) and _has_come_back():
         raise FileNotFoundError(errno.ENOENT, f"nothing of run {spec.run_id} is here: is it mounted?", str(spec.directory))
+
+
+def _draw_anew(directory: Path) -> str:
+    """As `draw`, after somebody who was killed in the midst of it."""
+    with suppress(OSError):  # they are in nobody's way
+        for drafts in DRAFTS:
+            for draft in directory.glob(drafts):
+                draft.unlink()
+    return draw(directory)
 
 
 def _patiently(work: Callable[[], T]) -> T:

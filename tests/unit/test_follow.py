@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,6 +203,34 @@ def test_how_a_run_was_ended_is_shown_once(monkeypatch: pytest.MonkeyPatch, caps
     assert last is not None
     assert last["state"] == "ABORTED"
     assert capsys.readouterr().out.count("ended at step 3/9; run again under the same name, it goes on from c") == 1
+
+
+@pytest.mark.parametrize(
+    ("states", "seconds", "last"),
+    [
+        (["STOPPING", "ABORTED", "ABORTED", "ABORTED", "ABORTED"], 100.0, 4),
+        (["STOPPING"] * 100, 10.0, 4),
+        (["STOPPING"] + ["ABORTED"] * 100, 100.0, 7),
+    ],
+    ids=["draws", "does not end", "draws for ever"],
+)
+def test_a_run_that_has_ended_is_not_killed_while_it_draws(
+    states: list[str], seconds: float, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes minutes, of a log of weeks. There is a bound for it nevertheless."""
+    clock = [0.0]
+
+    def accounts(*_: object, **__: object) -> Iterator[dict[str, object]]:
+        for number, state in enumerate(states):
+            yield {"number": number, "state": state}
+            clock[0] += seconds
+
+    monkeypatch.setattr(follow, "_ask_to_end", lambda *_: None)
+    monkeypatch.setattr(follow, "watch", accounts)
+    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    account = follow.abort(None, "Ctrl-C", 0.0, None)
+    assert account is not None
+    assert account["number"] == last
 
 
 class Called:

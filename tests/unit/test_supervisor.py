@@ -94,7 +94,7 @@ def test_a_request_is_answered_once_it_is_in_the_log(ends: bool) -> None:
     async def play() -> None:
         events: asyncio.Queue[m.Event] = asyncio.Queue()
         life: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        one = bare(start=0.0, events=events, life=life)
+        one = bare(start=0.0, events=events, life=life, machine=SimpleNamespace(state=State.RUNNING))
         asked = asyncio.ensure_future(one.abort("enough"))
         while events.empty():
             await asyncio.sleep(0)
@@ -105,6 +105,18 @@ def test_a_request_is_answered_once_it_is_in_the_log(ends: bool) -> None:
             events.get_nowait()
             events.task_done()
         await asyncio.wait_for(asked, 5.0)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("state", sorted(ENDED))
+def test_who_ends_a_run_that_has_ended_is_answered_at_once(state: State) -> None:
+    """And not when it is drawn: whoever is not answered for long kills it."""
+
+    async def play() -> None:
+        life: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        one = bare(start=0.0, events=asyncio.Queue(), life=life, machine=SimpleNamespace(state=state))
+        await asyncio.wait_for(one.abort("enough"), 5.0)
 
     asyncio.run(play())
 
@@ -455,6 +467,24 @@ def test_the_files_of_who_has_the_right_now_are_left_alone(tmp_path: Path, ours:
     asyncio.run(bare(right=SimpleNamespace(is_kept=is_kept), notes=kept, spec=spec)._draw())
     drawn = [path.name for path in tmp_path.iterdir() if path.name != "events.jsonl"]
     assert bool(drawn or noted) == ours
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_a_drawing_left_that_was_killed_is_removed_by_the_next(
+    ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = {".report.html.0123456789abcdef", ".timeline.json.0123456789abcdef"}
+    for name in {*drafts, ".nonce.0123456789abcdef", "report.html"}:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(supervisor, "draw", lambda directory: "")
+
+    async def is_kept() -> bool:
+        return ours
+
+    right, spec = SimpleNamespace(is_kept=is_kept), SimpleNamespace(directory=tmp_path)
+    asyncio.run(bare(right=right, notes=SimpleNamespace(drawn=str), spec=spec)._draw())
+    left = {path.name for path in tmp_path.iterdir()} - {".nonce.0123456789abcdef", "report.html"}
+    assert left == (set() if ours else drafts)
 
 
 def test_records_of_earlier_runs_are_put_aside_under_a_name_of_their_own(tmp_path: Any) -> None:
