@@ -71,11 +71,12 @@ def watch(
 
     Raises:
         ConfigError: the cluster's nodes cannot import the task, or have other code of raytrain_ft; TrainingFailedError: the
-            supervisor is gone.
+            supervisor is gone, or this process's connection to Ray.
     """
     ended = supervisor.run.remote()
     unreachable: float | None = None
     while True:
+        _check_connected()
         done, _ = ray.wait([ended], timeout=POLL_S)
         over = _over(known)
         try:
@@ -100,6 +101,20 @@ def watch(
             return
 
 
+def _check_connected() -> None:
+    """Whether Ray can be asked for anything: without a connection it would make one by itself, with a cluster of its own.
+
+    Raises:
+        TrainingFailedError: this process has none any more.
+    """
+    if not ray.is_initialized():
+        raise TrainingFailedError(
+            "this process is not connected to Ray any more: did it call ray.shutdown()? It cannot follow the run. If nobody "
+            "else does (`raytrain-ft attach`), the run stores a checkpoint and ends after RecoveryConfig(driver_timeout=...); "
+            "run its job again then, and it goes on from there"
+        )
+
+
 def _over(known: Account | None) -> list[dict[str, Any]]:
     """The recoveries that are over: there may be thousands, which need not be told again five times a second. That the cause of
     one became known later is told in the account of the run's end."""
@@ -113,7 +128,8 @@ def kept_going(supervisor: Any) -> Iterator[None]:
 
     def renew() -> None:
         while not done.wait(RENEW_S):
-            with suppress(RayError):
+            with suppress(RayError, FTError):
+                _check_connected()
                 ray.get(supervisor.follow.remote(sys.maxsize), timeout=ANSWER_S)
 
     thread = threading.Thread(target=renew, name="raytrain_ft-follow", daemon=True)
@@ -150,6 +166,7 @@ def abort(supervisor: Any, reason: str, stop_timeout: float, display: Display | 
     deadline = time.monotonic() + stop_timeout + LAST_WORDS_S
     account = None
     with suppress(RayError, FTError):  # it is gone, or all of Ray is, and its workers end themselves
+        _check_connected()
         _ask_to_end(supervisor, reason, deadline)
         for account in watch(supervisor, most_s=deadline - time.monotonic()):
             if display is not None:
@@ -178,11 +195,12 @@ def clean_up(run_id: str, supervisor: Any) -> None:
     """Leaves nothing behind: the supervisor, and any worker that it did not end. That this cannot be done is warned of, and
     takes the place of no outcome: how the run ended is known by now."""
     try:
+        _check_connected()
         ended = supervisor.end.options(max_task_retries=0).remote()
         ray.wait([ended], timeout=GRACE_S)
         ray.kill(supervisor)
         kill_named(worker_name(run_id, ""))
-    except RayError as error:
+    except (RayError, TrainingFailedError) as error:
         warnings.warn(
             f"Ray does not answer, so processes of the run may be left: {type(error).__name__}: {error}. They end by "
             "themselves, its workers after RecoveryConfig(lease=...) at the latest.",

@@ -31,6 +31,12 @@ from raytrain_ft.storage import lock
 from raytrain_ft.storage.filesystem import LocalStorage
 
 
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has a connection to Ray, so it seems."""
+    monkeypatch.setattr("raytrain_ft.follow.ray.is_initialized", lambda: True)
+
+
 def records(directory: Path, **end: object) -> Path:
     """A run of 30 steps that has come to step 20; without an end, if none is given."""
     log = EventLog(directory / "events.jsonl")
@@ -184,6 +190,7 @@ def test_who_was_about_to_begin_and_is_gone_does_not_hide_how_the_run_ended(
     assert ft.attach(run).digest == "abc", "elsewhere, and it renews nothing"
 
 
+@pytest.mark.usefixtures("connected")
 def test_how_a_run_was_ended_is_shown_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The supervisor may be asked again and again before its process is gone."""
     account: dict[str, object] = {
@@ -205,6 +212,7 @@ def test_how_a_run_was_ended_is_shown_once(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().out.count("ended at step 3/9; run again under the same name, it goes on from c") == 1
 
 
+@pytest.mark.usefixtures("connected")
 @pytest.mark.parametrize(
     ("states", "seconds", "last"),
     [
@@ -247,6 +255,7 @@ def no_ray(*args: object, **more: object) -> None:
     raise RaySystemError("GCS is away")
 
 
+@pytest.mark.usefixtures("connected")
 def test_that_nothing_could_be_cleaned_up_is_told_beside_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run has ended, and as well as it did: Ray's own state is away in the moment after that."""
     ended: dict[str, object] = {"name": "digits", "run_id": "r", "directory": "/runs/digits", "state": "FINISHED"}
@@ -261,6 +270,7 @@ def test_that_nothing_could_be_cleaned_up_is_told_beside_the_outcome(monkeypatch
         assert ft.attach("digits", quiet=True).digest == "abc"
 
 
+@pytest.mark.usefixtures("connected")
 def test_what_ended_a_run_is_told_though_ray_answers_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C, and a cluster that is gone: it is the first of the two that `fit` raises."""
     monkeypatch.setattr("raytrain_ft.follow.ray.get", no_ray)
@@ -324,6 +334,7 @@ class Silent:
         raise GetTimeoutError
 
 
+@pytest.mark.usefixtures("connected")
 def test_recoveries_that_are_over_are_told_once_and_all_of_them_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be thousands, and five accounts a second. An account is whole nevertheless."""
     happened = [{"cause": f"loss {number}", "resumed": float(number)} for number in range(1000)]
@@ -362,6 +373,7 @@ def test_recoveries_that_are_over_are_told_once_and_all_of_them_at_the_end(monke
     assert next_recoveries() == happened, "with what became known late"
 
 
+@pytest.mark.usefixtures("connected")
 def test_who_only_keeps_a_run_going_is_told_of_no_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(follow, "RENEW_S", 0.01)
@@ -373,6 +385,7 @@ def test_who_only_keeps_a_run_going_is_told_of_no_recovery(monkeypatch: pytest.M
     assert asked[0] > 10**9
 
 
+@pytest.mark.usefixtures("connected")
 @pytest.mark.parametrize(("lease", "patience"), [(30.0, 120.0), (600.0, 600.0)])
 def test_a_silent_supervisor_is_waited_for_as_long_as_its_workers_train_on(
     lease: float, patience: float, monkeypatch: pytest.MonkeyPatch
@@ -387,6 +400,7 @@ def test_a_silent_supervisor_is_waited_for_as_long_as_its_workers_train_on(
     assert patience <= silent.now - ANSWER_S <= patience + 2 * ANSWER_S
 
 
+@pytest.mark.usefixtures("connected")
 @pytest.mark.parametrize(("start", "patience"), [(60.0, 120.0), (900.0, 900.0)])
 def test_a_supervisor_that_has_not_begun_is_waited_for_as_long_as_the_user_allows_for_the_start(
     start: float, patience: float, monkeypatch: pytest.MonkeyPatch
@@ -401,6 +415,36 @@ def test_a_supervisor_that_has_not_begun_is_waited_for_as_long_as_the_user_allow
     ):
         list(watch(silent, start_s=start))
     assert patience <= silent.now - ANSWER_S <= patience + 2 * ANSWER_S
+
+
+def test_who_is_not_connected_any_more_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback has called `ray.shutdown`, say. Ray, if it is asked for anything then, starts a cluster of its own here."""
+    connected, asked, silent = [True], list[object](), Silent(30.0)
+
+    def wait(calls: object, timeout: float) -> tuple[object, object]:
+        assert connected
+        return [], calls
+
+    def get(call: object, timeout: float) -> dict[str, object]:
+        assert connected
+        return silent.get(call, timeout)
+
+    supervisor = SimpleNamespace(run=silent.run, follow=silent.follow, abort=Called(), end=Called())
+    monkeypatch.setattr("raytrain_ft.follow.ray.is_initialized", lambda: bool(connected))
+    monkeypatch.setattr("raytrain_ft.follow.ray.wait", wait)
+    monkeypatch.setattr("raytrain_ft.follow.ray.get", get)
+    monkeypatch.setattr(follow, "RENEW_S", 0.01)
+    accounts = watch(supervisor)
+    next(accounts)
+    connected.clear()
+    with pytest.raises(TrainingFailedError, match=r"not connected to Ray any more: did it call ray\.shutdown\(\)"):
+        next(accounts)
+    assert follow.abort(supervisor, "Ctrl-C", 5.0, None) is None
+    with pytest.warns(UserWarning, match="not connected to Ray any more"):
+        follow.clean_up("r", supervisor)
+    with follow.kept_going(SimpleNamespace(follow=SimpleNamespace(remote=asked.append))):
+        time.sleep(0.1)
+    assert asked == []
 
 
 def test_a_name_is_that_of_the_run_that_is_alive_though_one_here_has_ended(
