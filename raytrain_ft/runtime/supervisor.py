@@ -212,12 +212,6 @@ class Supervisor:
             await self._release()
             return self.account() | {"failure": failure}
         self._crew.epoch = self._library.epoch
-        if not self._restarted:
-            shutil.rmtree(self._spec.logs, ignore_errors=True)  # of a run of this name that could not clean up: never replayed
-            details = details_of(self._spec) | {"clock": clock.origin(self._start)}
-            spec = self._spec
-            before = {"incarnation": spec.incarnation, "stored": stored, "returns": spec.returns}
-            self.tell(m.RunStarted(run_id=spec.run_id, **before, details=details))
         demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
         asking = demand.keep(self._missing, self._health.nodes.going, self._contacts.hold)
         work = (self._health.watch_cluster(), self._watch_driver(), self._watch_right(), self._publish(), asking)
@@ -226,6 +220,8 @@ class Supervisor:
         for watcher in watchers:
             watcher.add_done_callback(self._mind)
         try:
+            if not self._restarted:
+                self._begin(stored)
             while self._machine.state not in ENDED:
                 self._step(await self._events.get())
                 self._events.task_done()
@@ -247,6 +243,14 @@ class Supervisor:
                 await asyncio.sleep(LOG_RETRY_S)
             await self._release()
         return self.account()
+
+    def _begin(self, stored: tuple[m.Stored, ...]) -> None:
+        """Before whatever was told while the storage was looked through: who reads the log knows a run by its first line."""
+        spec = self._spec
+        shutil.rmtree(spec.logs, ignore_errors=True)  # of a run of this name that could not clean up: never replayed
+        details = details_of(spec) | {"clock": clock.origin(self._start)}
+        before = {"incarnation": spec.incarnation, "stored": stored, "returns": spec.returns}
+        self._step(m.RunStarted(at=self.now(), run_id=spec.run_id, **before, details=details))
 
     async def _remove_what_recovers(self) -> None:
         """Nobody is left to recover. Where the run ends by an error of this process, its workers still write."""

@@ -18,6 +18,7 @@ from disks import small_file_system
 
 from benchmarks.control_plane import WithoutRay, spec_of
 from raytrain_ft.errors import ConfigError, LockedError, NoCheckpointError, StorageError
+from raytrain_ft.follow import recorded
 from raytrain_ft.places import Place
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.lineage import Return
@@ -733,3 +734,58 @@ def test_what_a_lost_worker_logged_stays_until_a_checkpoint_makes_it_needless(tm
         machine.step = 20
     one._trim_logs_of_the_lost(14)
     assert [path.name for path in tmp_path.iterdir()] == names[:1], "who lives trims its own"
+
+
+async def for_ever(*_: object) -> Any:
+    """Nothing comes of it."""
+    await asyncio.Event().wait()
+
+
+async def at_once() -> None:
+    """There is nothing to wait for."""
+
+
+class Lives(WithoutRay):
+    """A supervisor's whole life, with nobody to command, and a storage that takes its time."""
+
+    def __init__(self, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+        context = SimpleNamespace(was_current_actor_reconstructed=False, get_node_id=lambda: "node")
+        monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: context)
+        monkeypatch.setattr(supervisor, "Demand", lambda *_: SimpleNamespace(keep=for_ever, close=at_once))
+        monkeypatch.setattr(supervisor, "draw", lambda directory: "")
+        super().__init__(spec)
+        monkeypatch.setattr(self._health, "watch_cluster", for_ever)
+        self._crew.close()
+        self._crew = SimpleNamespace(carry_out=lambda command: None, settled=at_once, close=lambda: None)
+        self.found = asyncio.Event()
+        about = {"epoch": 1, "open": self._open, "close": at_once}
+        self._library: Any = SimpleNamespace(**about, keep_holder=for_ever, until_lost=for_ever)
+
+    async def _open(self) -> tuple[m.Stored, ...]:
+        await self.found.wait()
+        return ()
+
+    async def _live(self) -> dict[str, Any]:
+        return await Supervisor._live(self)
+
+
+def test_what_is_asked_for_before_a_run_begins_is_not_the_first_line_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which everybody knows what run it is of: one that was ended so early had no end for those who looked for it."""
+
+    async def live() -> None:
+        one = Lives(spec_of(tmp_path), monkeypatch)
+        asking = asyncio.create_task(one.abort("enough"))
+        await asyncio.sleep(0.05)
+        one.found.set()
+        await asyncio.wait_for(one.run(), 30)
+        await asking
+        await one.close()
+
+    asyncio.run(live())
+    told = [record["event"] for record in event_log.read_records(tmp_path / "events.jsonl")]
+    assert [name for name in told if name in ("RunStarted", "AbortRequested")] == ["RunStarted", "AbortRequested"]
+    ended = recorded(tmp_path)
+    assert ended is not None
+    assert ended["state"] == "ABORTED"
