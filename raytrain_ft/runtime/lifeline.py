@@ -21,6 +21,9 @@ from pathlib import Path
 
 CONNECT_SECONDS = 0.5
 RETRY_S = 1.0
+SILENT_RETRY_S = 60.0
+"""Where nobody ever answered, perhaps for a firewall, it is asked so rarely in the end: each time takes one of the threads, for
+which others wait, for `CONNECT_SECONDS`."""
 FIRST_RETRY_S = 0.005
 """After a connection that ended soon; doubled each time. A process that is being killed may yet take the next connection, for a
 moment: its sockets are closed one by one."""
@@ -48,7 +51,7 @@ async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.S
 async def hold(host: str, port: int) -> None:
     """Returns when who listened there has died: a connection was taken, has ended, and the next one is refused. Who lives may
     close a connection that says nothing, but takes the next one; and no cut cable refuses anything."""
-    known, pause = False, FIRST_RETRY_S
+    known, pause, silence = False, FIRST_RETRY_S, RETRY_S
     while True:
         try:
             reader, writer = await connect(host, port)
@@ -57,7 +60,8 @@ async def hold(host: str, port: int) -> None:
                 return
             await asyncio.sleep(RETRY_S)
         except (OSError, TimeoutError):
-            await asyncio.sleep(RETRY_S)  # silent: that is for heartbeats to judge
+            await asyncio.sleep(RETRY_S if known else silence)  # silent: that is for heartbeats to judge
+            silence = min(2 * silence, SILENT_RETRY_S)
         else:
             known, began = True, time.monotonic()
             try:

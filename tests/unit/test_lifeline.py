@@ -136,6 +136,28 @@ def test_a_line_that_is_held_no_longer_is_closed() -> None:
     asyncio.run(hold_for_a_moment())
 
 
+def test_where_nobody_ever_answers_it_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall drops what comes, for each node and each worker: all threads would be taken by that, again and again. Who has
+    answered once is asked as often as ever."""
+    pauses: list[float] = []
+    answers = iter([*[TimeoutError()] * 9, None, TimeoutError(), TimeoutError(), ConnectionRefusedError()])
+
+    async def connect(host: str, port: int) -> tuple[Any, Any]:
+        if (error := next(answers)) is not None:
+            raise error
+        reader = asyncio.StreamReader()
+        reader.feed_eof()
+        return reader, SimpleNamespace(close=lambda: None)
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(lifeline, "connect", connect)
+    monkeypatch.setattr(lifeline.asyncio, "sleep", sleep)
+    asyncio.run(lifeline.hold("10.0.0.1", 1))
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, lifeline.FIRST_RETRY_S, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("libc", [SimpleNamespace(unshare=lambda flags: -1), SimpleNamespace()], ids=["forbidden", "absent"])
 def test_where_the_kernel_does_not_allow_it_there_is_no_line(libc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
