@@ -317,14 +317,18 @@ class TensorLog:
         self._put(record)
 
     def _put(self, item: Record | _Trim | _Close, *, first: bool = False) -> None:
+        was_enough = self._is_enough()
         (self._queue.appendleft if first else self._queue.append)(item)
         self._waiting += item.size
         self._is_flushed = isinstance(item, _Close)
+        is_enough = self._is_enough()
         if self._is_urgent():
             self._hurry.notify()
             self._work.notify()
-        elif self._is_enough() or self._are_sums_enough():
+        elif is_enough or self._are_sums_enough():
             self._work.notify()
+            if is_enough and not was_enough:  # who waits for a bubble to make checksums in would do so without end
+                self._hurry.notify()
 
     def _discard(self, is_needless: Callable[[Record | _Trim | _Close], bool]) -> None:
         """Of what waits, this is never carried out."""

@@ -634,6 +634,22 @@ def test_where_no_bubble_comes_nothing_waits_for_long_nor_for_room(tmp_path: Pat
     log.close()
 
 
+def test_who_waits_with_checksums_for_a_bubble_hears_that_there_is_too_much_to_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For one to make checksums in, the writer waits without a limit: the caller can make them itself."""
+    monkeypatch.setattr(tensor_log, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(tensor_log, "BATCH_BYTES", 800)
+    log = TensorLog(tmp_path, "w0", memory_bytes=16_000)
+    for number in range(3):
+        tensors = [torch.full((100,), float(number))]
+        log.append(key(0, number), 1, tensors, checksum=Checksum(tensors))
+    assert comes(lambda: bool(log._hurry._waiters))  # pyright: ignore
+    fill(log, range(1, 6))  # 5,200 bytes, of 4,000
+    assert comes(lambda: log.stats.records > 0)
+    log.close()
+
+
 def test_what_was_flushed_is_in_a_file_that_is_closed(tmp_path: Path) -> None:
     """Only then does NFS show it to other nodes."""
     log = TensorLog(tmp_path, "w0")
