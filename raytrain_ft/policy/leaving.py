@@ -226,6 +226,8 @@ def let_go(run: RunState, at: float) -> list[c.Command]:
     held = {run.survivors[member].stage for member in stay}
     for member in going:
         marks = run.survivors.pop(member)
+        if marks.unwritten:  # and nobody writes the rest
+            run.log.torn[marks.stage] = marks.step
         if marks.stage in held:
             commands += depart(run, member)
         else:  # of several, the first hands over

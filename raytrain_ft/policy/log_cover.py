@@ -20,8 +20,8 @@ class LogCover:
         rounded: since a checkpoint of an earlier step than this, a stage was replayed with sums in another order: from there, a
             replay may compute other bits than were logged.
         torn: stages of which something that they sent is missing, and the step from which on all is there again: a worker was
-            lost and filled from a replica, and what it had not written yet nobody logs again; or a boundary beside was not
-            logged before.
+            lost and filled from a replica, or has left, and what it had not written yet nobody logs again; or a boundary beside
+            was not logged before.
     """
 
     boundaries: frozenset[int] = frozenset()

@@ -71,6 +71,7 @@ class Marks:
         not_finite: the latest step whose update it left out, because the loss or a gradient was not finite.
         changed: what it has undone or kept last; nobody may have heard its answer.
         restated: whether it has taken a bucket's state from another, and not yet what belongs to no bucket.
+        unwritten: whether others cannot read yet all that it has logged.
     """
 
     member: str
@@ -86,6 +87,7 @@ class Marks:
     not_finite: int | None = None
     changed: Changed | None = None
     restated: bool = False
+    unwritten: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -100,14 +100,15 @@ class Trainee:
             return 0
         return checkpointer.disk_bytes
 
-    def _flush_log(self, incarnation: int) -> None:
-        """Makes all that was logged readable, and tells how much it is."""
+    def _flush_log(self, incarnation: int) -> bool:
+        """Makes all that was logged readable, and tells how much it is. Returns whether others can read it now."""
         if self.log is None:
-            return
-        self.log.flush(min(FLUSH_S, self._spec.rules.fence_timeout / 2))  # who is silent for longer is given up
+            return True
+        is_written = self.log.flush(min(FLUSH_S, self._spec.rules.fence_timeout / 2))  # who is silent for longer is given up
         if self.log.stats.payload_bytes:
             stats = {name: value for name, value in asdict(self.log.stats).items() if name != "failed"}
             self._note("LogWritten", {"incarnation": incarnation, "step": self.replica.state.step, **stats})
+        return is_written
 
     def _await_flushed(self, fence: Fence) -> None:
         """The same in the midst of a recovery. Who is fenced meanwhile leaves at once, and waits for the rest there: there is
@@ -217,8 +218,9 @@ class Trainee:
             self._past = past if past is not None and self.replica.state.step <= past.until else None
         process_group.abandon(self._group)
         self._group = self._connections = None
-        self._flush_log(ended)
-        return recovery.marks(self._member, self.replica)
+        is_written = self._flush_log(ended)
+        marks = recovery.marks(self._member, self.replica)
+        return marks if is_written or marks is None else replace(marks, unwritten=True)
 
     def reconcile(self, fence: Fence, command: Reconcile) -> tuple[tuple[str, ...], int, int]:
         """See `Worker.reconcile`."""

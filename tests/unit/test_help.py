@@ -17,6 +17,7 @@ from raytrain_ft.errors import FencedError, LogGapError, ReplayDivergedError, St
 from raytrain_ft.places import Place
 from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.runtime import recovery, trainee
 from raytrain_ft.runtime.calls import Calls
 from raytrain_ft.runtime.connections import Connections
@@ -186,6 +187,23 @@ def test_a_replay_that_was_shared_goes_on_unless_a_helper_is_lost(
     monkeypatch.setattr(trainee.replay, "replay", lambda *_: None)
     replay_in(world, ("w3",))
     assert loaded == began
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_who_is_fenced_says_whether_others_can_read_what_it_has_logged(monkeypatch: pytest.MonkeyPatch, written: bool) -> None:
+    """If it leaves, nobody writes the rest."""
+    found: Any = object.__new__(Trainee)
+    found._member, found._loop, found._connections, found._group = "w0", None, None, None
+    found._probe_recovery = lambda _: None
+    found._heartbeat = SimpleNamespace(idle=lambda _: None)
+    found._spec = SimpleNamespace(rules=SimpleNamespace(fence_timeout=10.0))
+    found.log = SimpleNamespace(flush=lambda _: written, stats=SimpleNamespace(payload_bytes=0))
+    found.replica = SimpleNamespace(checkpointer=None, loader=SimpleNamespace(stop=lambda _: None), abandon=lambda: None)
+    held: list[Marks | None] = [Marks("w0", 13, (13,), (None,)), None]
+    monkeypatch.setattr(trainee.process_group, "abandon", lambda _: None)
+    monkeypatch.setattr(recovery, "marks", lambda *_: held.pop(0))
+    assert found.park(2, 1).unwritten is not written
+    assert found.park(3, 2) is None, "it holds nothing"
 
 
 def test_no_replay_goes_on_from_a_state_that_was_handed_over_in_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -587,6 +587,29 @@ def test_stages_whose_log_was_not_needed_go_back_together_if_all_replicas_are_lo
     assert told.run.seeking, "everybody goes back to the checkpoint"
 
 
+@pytest.mark.parametrize(("unwritten", "replayed"), [(True, {1, 2}), (False, {2})])
+def test_what_was_not_written_when_its_sender_left_is_not_read(unwritten: bool, replayed: set[int]) -> None:
+    """It left on notice, and its disk was slow: nobody logs that again. Who stays writes it in the end."""
+    told = Told()
+
+    def fence(step: int) -> None:
+        for member in told.run.roster.taking_part():
+            about = (member, step, (step,), (None,), told.run.world.index(member))
+            told.tell(m.Fenced, member=member, incarnation=told.run.incarnation, marks=Marks(*about, unwritten=unwritten))
+
+    told.tell(m.Noticed, member="w1", deadline_s=120.0, source="request", reason="maintenance")
+    told.answer(m.Stopped, told.run.world, step=13)
+    fence(13)
+    told.answer(m.Reconciled, told.run.joining, digests=("d",))
+    told.answer(m.Filled, told.run.joining, digests=("d",))
+    told.commit(13, 20)
+    assert (told.run.world, told.run.recoveries[-1].left) == (("w0", "w3", "w2"), ["w1"])
+    told.tell(m.WorkerLost, member="w2", cause="killed")
+    fence(20)
+    assert told.run.replaying == replayed
+    assert not told.run.seeking
+
+
 @pytest.mark.parametrize(("node", "beside"), [("n0", 2), ("n2", 1)])
 def test_helpers_know_how_many_share_their_node(node: str, beside: int) -> None:
     """They need memory at the same time."""
