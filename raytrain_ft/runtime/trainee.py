@@ -110,14 +110,15 @@ class Trainee:
             self._note("LogWritten", {"incarnation": incarnation, "step": self.replica.state.step, **stats})
         return is_written
 
-    def _await_flushed(self, fence: Fence) -> None:
+    def _await_flushed(self, fence: Fence) -> bool:
         """The same in the midst of a recovery. Who is fenced meanwhile leaves at once, and waits for the rest there: there is
-        no time for both."""
+        no time for both. That a log has failed, the supervisor is told: nobody relies on it."""
         deadline = time.monotonic() + FLUSH_S
         while self.log is not None and not self.log.flush(POLL_S) and not self.log.stats.failed:
             fence.check()
             if time.monotonic() > deadline:
-                return
+                return False
+        return True
 
     def _build_replica(self, stage: int = 0, *, writes: bool = True) -> Replica:
         spec = self._spec
@@ -397,7 +398,8 @@ class Trainee:
         try:
             with self._connections.replay(command, stage, len(team), team.index(self._member)) as links:
                 replay.replay(helper, links, command.until, self._spec.step.micro_batches)
-                self._await_flushed(fence)  # some of what it sent for the lost stage went to its own, and must outlive it
+                if not self._await_flushed(fence):  # what it sent for the lost stage to its own must outlive it
+                    raise PeerLostError(f"{self._member} could not write what it logged for stage {stage} within {FLUSH_S:g} s")
                 if links.team is not None:
                     links.team.total(0)
         finally:

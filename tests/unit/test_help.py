@@ -89,6 +89,17 @@ def test_what_a_helper_logged_for_the_lost_stage_outlives_the_helper(monkeypatch
     assert own.done == ["build", "load", "replay", "flush"]
 
 
+def test_who_has_not_written_in_time_what_it_logged_has_not_helped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again with less help, rather than told to be done: with the helper, the rest would be gone."""
+    monkeypatch.setattr(trainee, "FLUSH_S", 0.0)
+    own: Any = helper(monkeypatch)
+    own.log.flush = lambda _: False
+    with pytest.raises(PeerLostError, match="w0 could not write what it logged for stage 1 within 0 s"):
+        own.help(*HELP)
+    own.log.stats.failed = "disk full"
+    assert own.help(*HELP) == ("its own",), "nobody relies on this log any more"
+
+
 def test_who_leads_is_not_done_before_its_helpers_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were one lost in between, its own stage alone would be replayed, and would miss what it had computed of another."""
     own: Any = helper(monkeypatch)
