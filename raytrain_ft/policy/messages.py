@@ -315,6 +315,17 @@ class LogFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogWhole(Event):
+    """A checkpoint has revived the log of a worker that could not log any more: from this step on, all that it sends is logged
+    again. `number`: of the failure that is over."""
+
+    member: str
+    incarnation: int
+    step: int
+    number: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimed(Event):
     """What a worker's stage takes for its passes: seconds of one of its first steps, that which took least."""
 

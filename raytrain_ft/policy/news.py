@@ -61,7 +61,7 @@ def on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list
         run.unstored = 0
     if not run.rules.logging or run.state not in TRAINING:
         return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it
-    run.log.trimmed(event.step, run.step)
+    run.log.begins_with(event.step)
     # spares too: some have logged what they sent while they had a seat
     members = tuple(one for one, state in run.members.items() if state != MemberState.STARTING)
     return [c.Trim(members, event.step, run.log.incarnation)]
@@ -115,9 +115,14 @@ def on_dormant(run: RunState, event: m.Dormant) -> list[c.Command]:
 def on_log_failed(run: RunState, event: m.LogFailed) -> list[c.Command]:
     if event.incarnation < run.log.incarnation:
         return []  # it has begun anew since
-    run.log.broke_off()
+    run.log.broke_off(event.member)
     run.warn(
         f"{event.member} cannot log what it sends to other stages ({event.reason}): training goes on, but until the log is "
         "whole again, a lost stage takes everybody back to the newest checkpoint"
     )
+    return []
+
+
+def on_log_whole(run: RunState, event: m.LogWhole) -> list[c.Command]:
+    run.log.whole_again(event.member, event.step)
     return []

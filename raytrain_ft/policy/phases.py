@@ -260,7 +260,8 @@ def on_log_missing(run: RunState, event: m.LogMissing) -> list[c.Command]:
     """A replay with a gap would be another training: everybody goes back to the checkpoint instead. If the model is not
     deterministic, what is done again is another training as well, and the run's record says so. Perhaps only the step after the
     replay shows it, and other replicas of the stage, which replayed it too, do not know."""
-    run.log.broke_off()
+    if run.plan is not None:
+        run.log.begins_with(run.plan.step)  # what was to be replayed is not all there
     if event.diverged:
         run.history.rounded(-1)
         run.going_back = "a replay computed something else than before"

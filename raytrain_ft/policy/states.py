@@ -76,6 +76,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.StageTimed: _stay(LIVE - {S.SCHEDULING}),
     m.LogChosen: _stay(LIVE - {S.SCHEDULING}),
     m.LogFailed: _stay(LIVE - {S.SCHEDULING}),
+    m.LogWhole: _stay(LIVE - {S.SCHEDULING}),
     m.LogWritten: _stay(LIVE - {S.SCHEDULING}),
     m.SetAside: _stay(LIVE - {S.SCHEDULING}),
     m.StateUnseen: _stay(LIVE - {S.SCHEDULING}),

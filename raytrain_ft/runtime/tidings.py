@@ -21,6 +21,7 @@ Note = (
     | m.Dormant
     | m.IntervalChosen
     | m.LogFailed
+    | m.LogWhole
     | m.LogWritten
     | m.NoticesUnavailable
     | m.Parted

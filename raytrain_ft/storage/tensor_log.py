@@ -111,7 +111,8 @@ class TensorLog:
         beside: How much else counts towards the quota now, bytes; asked by the log's thread.
         synchronous: `append` writes before it returns. For comparison.
         tell: Is told ("LogFailed", {"member", "incarnation", "step", "reason", "number"}) when the log fails, once until a
-            `trim` or `begin` revives it; from the log's thread. The number is that of the failure, from 1.
+            `trim` or `begin` revives it; and ("LogWhole", the same without the reason) when a `trim` has, with the step from
+            which on nothing is missing; from the log's thread. The number is that of the failure, from 1.
 
     Raises:
         StorageError: the member's name cannot be that of a file.
@@ -149,7 +150,8 @@ class TensorLog:
         self._overdue = False  # no bubble came: a batch is written without one
         self._failed = ""
         self._told = 0  # failures
-        self._latest = (0, 0)  # incarnation and step of the record that was handed over last
+        self._latest = (0, 0)  # incarnation and step of the record that was taken in last
+        self._missing = 0  # the step of the last record that the log lacks because it failed
         self._began = 0
         self._closed = False
         lock = threading.Lock()
@@ -296,18 +298,21 @@ class TensorLog:
                 except IndexError:  # another thread has taken it
                     return
                 self._incoming_bytes = max(0, self._incoming_bytes - record.size)
-                if self._closed or (self._failed and not self._trims):
-                    continue
                 try:
-                    if waits:
+                    if waits and not self._drops():
                         reason = self._wait_for_room(record.size, check)
                 finally:
                     self._accept(record)
             if reason:
-                self._say(reason, record.incarnation, record.key.step)
+                self._say_failed(reason, record.incarnation, record.key.step)
+
+    def _drops(self) -> bool:
+        """Whether what is handed over goes no further: the log has ended, or failed, and nothing on its way revives it."""
+        return self._closed or (bool(self._failed) and not self._trims)
 
     def _accept(self, record: Record) -> None:
-        if self._closed or (self._failed and not self._trims):  # that happened while this waited
+        if self._drops():  # perhaps since this waited
+            self._missing = record.key.step
             return
         self._latest = (record.incarnation, record.key.step)
         self._counted.payload_bytes += record.size
@@ -447,7 +452,7 @@ class TensorLog:
         return bool(self._sums) and (self._sums.size >= BATCH_BYTES or self._idle_since == self._used)
 
     def _carry_out(self, item: Record | _Trim | _Close) -> None:
-        reason, written, revived = "", False, False
+        reason, written, revived, whole = "", False, False, 0
         bubble = self._idle_since
         try:
             if isinstance(item, _Trim):
@@ -477,21 +482,29 @@ class TensorLog:
                 item.done = True
             if isinstance(item, _Trim):
                 self._trims = max(0, self._trims - 1)
+                if revived and self._failed and not item.incarnation:  # else whoever has it begin anew knows
+                    whole = self._missing + 1
                 self._failed = "" if revived else self._failed
-            reason = "" if self._failed else reason
-            self._failed = self._failed or reason
+            if self._failed:
+                reason = ""
+            elif reason:
+                self._failed, self._missing = reason, self._latest[1]
             if self._failed and not self._trims:  # else what waits behind the trim is of the log that begins anew
                 self._discard(lambda one: isinstance(one, Record))
             self._room.notify_all()
         if reason:
-            self._say(reason, *((item.incarnation, item.key.step) if isinstance(item, Record) else self._latest))
+            self._say_failed(reason, *((item.incarnation, item.key.step) if isinstance(item, Record) else self._latest))
+        if whole:
+            self._say("LogWhole", self._latest[0], whole)
 
-    def _say(self, reason: str, incarnation: int, step: int) -> None:
+    def _say_failed(self, reason: str, incarnation: int, step: int) -> None:
         self._told += 1
-        where = {"member": self._member, "incarnation": incarnation, "step": step}
-        about = {**where, "reason": reason, "number": self._told}
+        self._say("LogFailed", incarnation, step, reason=reason)
+
+    def _say(self, what: str, incarnation: int, step: int, **more: str) -> None:
+        about = {"member": self._member, "incarnation": incarnation, "step": step, "number": self._told, **more}
         with suppress(Exception):  # the listener's trouble is not the log's
-            self._tell("LogFailed", about)
+            self._tell(what, about)
 
 
 def _do_nothing() -> None:

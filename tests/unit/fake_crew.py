@@ -527,7 +527,8 @@ class Cluster:
                 m.StageTimed(**about, seconds=0.1),
                 m.LogChosen(incarnation=incarnation, boundaries=(), groups=(), seconds=(), reason=""),
             ]
-            said += [m.LogFailed(**about, reason="disk full"), self.chance.choice(told)]
+            failed = m.LogFailed(**about, reason="disk full") if len(self.log) % 2 else m.LogWhole(**about)
+            said += [failed, self.chance.choice(told)]
         return [lambda event=event: self._post(event) for event in said]
 
     def _told_of_checkpoints(self) -> Actions:

@@ -183,7 +183,7 @@ def test_every_edge_of_the_table_is_taken_and_no_other() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("seed", [2240, 7414, 7854, 10484, 22704])
+@pytest.mark.parametrize("seed", [7414, 7854, 10484, 22704, 23553])
 def test_a_checkpoint_that_came_too_late_is_never_loaded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In these lives everybody is lost once more after one was committed that they had gone back from: `Promises` looks."""
     assert live_through(rules_of(seed), seed).run.state in ENDED

@@ -390,12 +390,16 @@ def test_a_checkpoint_of_before_everybody_went_back_says_nothing_of_the_log_sinc
     assert lost.run.stored[0].name == "c6", "what is replayed begins with what everybody went on from"
 
 
-def test_a_log_that_broke_off_is_not_whole_before_the_step_of_the_checkpoint_that_revived_it() -> None:
-    """Steps are told in records of several seconds: the newest that is known may be before the checkpoint's own."""
+def test_a_log_that_broke_off_is_whole_from_where_its_worker_says() -> None:
+    """How far others are by then, and when it heard of the checkpoint that revived its log, nobody else knows."""
     told = Told()
-    told.tell(m.LogFailed, member="w0", incarnation=1, step=13, reason="disk full")
-    for step, since in ((40, None), (41, None), (42, 42)):
-        told.tell(m.CheckpointCommitted, member="w0", incarnation=1, step=step, name=f"c{step}", **ABOUT)
+    for member in ("w0", "w2"):
+        told.tell(m.LogFailed, member=member, incarnation=1, step=13, reason="disk full")
+    steps = ((m.CheckpointCommitted, "w0", 40, None), (m.LogWhole, "w0", 44, None), (m.CheckpointCommitted, "w0", 43, None))
+    steps += ((m.LogWhole, "w2", 47, 47), (m.CheckpointCommitted, "w0", 46, 47), (m.CheckpointCommitted, "w0", 50, 50))
+    for event, member, step, since in steps:
+        about = {"name": f"c{step}", **ABOUT} if event is m.CheckpointCommitted else {}
+        told.tell(event, member=member, incarnation=1, step=step, **about)
         assert told.run.log.since == since
 
 
@@ -536,6 +540,15 @@ def test_what_a_sender_lost_that_was_filled_from_a_replica_is_not_read(checkpoin
     told.lose("w0", "w4", step=20)
     assert told.run.replaying == replayed
     assert not told.run.seeking
+
+
+@pytest.mark.usefixtures("as_they_came")
+def test_who_could_not_log_and_is_lost_is_waited_for_no_longer() -> None:
+    """It never says that its log is whole again: who takes its place logs from the first step on."""
+    told = Mixed("abcdabcd")
+    told.tell(m.LogFailed, member="w1", incarnation=1, step=13, reason="disk full")
+    told.lose("w1")
+    assert (told.run.log.since, told.run.log.torn) == (13, {1: 13})
 
 
 @pytest.mark.usefixtures("as_they_came")

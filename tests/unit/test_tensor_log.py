@@ -166,7 +166,9 @@ def test_quota_leaves_a_gap_and_trim_revives(tmp_path: Path) -> None:
         reader.read(key(20, 0))
     fill(log, range(23, 60))
     log.flush(10)
-    assert [about["number"] for _, about in told] == [1, 2]
+    numbers = [(kind, about["number"]) for kind, about in told]
+    assert numbers == [("LogFailed", 1), ("LogWhole", 1), ("LogFailed", 2)]
+    assert told[1][1] == {"member": "w0", "incarnation": 1, "step": 21, "number": 1}, "of step 20 one half is missing"
     log.close()
 
 
@@ -295,6 +297,7 @@ def test_a_file_that_cannot_be_closed(tmp_path: Path, monkeypatch: pytest.Monkey
     fill(log, range(3, 5))
     assert log.flush(10)
     log.close()
+    assert [(kind, about["step"]) for kind, about in told] == [("LogFailed", 2), ("LogWhole", 3)]
     log = TensorLog(tmp_path, "w1", memory_bytes=4000, tell=told)  # of which some is written, to a file that stays open
     fill(log, range(5, 6), micro_batches=8)
     deadline = time.monotonic() + 10
@@ -304,7 +307,7 @@ def test_a_file_that_cannot_be_closed(tmp_path: Path, monkeypatch: pytest.Monkey
     log.begin(2)
     fill(log, range(6, 7), incarnation=2)
     assert log.flush(10), "what could not be closed is deleted"
-    assert (len(told), refused) == (1, [])
+    assert (len(told), refused) == (2, [])
     log.close()
 
 
