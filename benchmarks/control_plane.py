@@ -343,7 +343,9 @@ def pretend(seconds: int) -> list[float]:
 
 async def measure(directory: Path, seconds: int, losses: int) -> Costs:
     """Looks at undisturbed training, then lets members be lost one after the other."""
-    supervisor = WithoutRay(spec_of(directory))
+    spec = spec_of(directory)
+    (directory / "nonce").write_text(spec.nonce)  # as a driver leaves it; else the supervisor asks Ray if it has come back
+    supervisor = WithoutRay(spec)
     machine = supervisor.machine
     try:
         await until(lambda: machine.state == State.RUNNING, "training", START_S)
