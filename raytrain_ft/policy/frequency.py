@@ -97,15 +97,18 @@ class Foresight:
     much longer, which is forgotten until the next one does, and as k is the one of many for which few happened to be slow.
 
     Attributes:
-        next: what is foreseen of the next ones, seconds each; foreseen: of the latest; waited: what they were.
+        next: what is foreseen of the next ones, seconds each; None while nothing is; foreseen: of the latest; waited: what
+            they were.
     """
 
-    next: float = 0.0
+    next: float | None = None
     foreseen: float = 0.0
     waited: float = 0.0
 
     def take(self, count: int, waited: float) -> None:
         """So many checkpoints more were waited for, `waited` seconds each."""
+        if self.next is None:
+            return
         newest = 1 - (1 - LEARNT) ** count
         self.foreseen += newest * (self.next - self.foreseen)
         self.waited += newest * (waited - self.waited)

@@ -201,6 +201,7 @@ def _dismiss(run: RunState, members: list[str]) -> list[c.Command]:
         run.history.slept(member, run.step, asleep=False)  # if it did
         forget(run, member)
         run.roster.lose(member, None)
+        run.log.whole_again(member, run.step)  # what it could not log it sent before, if it had a seat
     return [c.Kill(member) for member in members]
 
 

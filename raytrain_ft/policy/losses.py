@@ -31,6 +31,8 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool
     was = {member: run.roster.lose(member, replace(event, preempted=preempted[member])) for member in members}
     for member in members:
         leaving.forget(run, member)
+        if was[member] not in (MemberState.ACTIVE, MemberState.LEAVING) and member not in run.world:
+            run.log.whole_again(member, run.step)  # what it could not log it sent before, if it had a seat
     kills: list[c.Command] = [c.Kill(member, avoid) for member in members]
     working = [member for member in members if was[member] in (MemberState.ACTIVE, MemberState.LEAVING)]
     waiting = [member for member in members if member not in working and run.state == State.REPLACE and member in run.world]

@@ -152,8 +152,11 @@ def _begin_again(run: RunState) -> list[c.Command]:
     recovery.step = run.step
     if run.load is not None and run.load != run.stored[0]:
         recovery.reason = f"{run.stored[0].name} cannot be loaded"
-        recovery.world_before = run.load.workers
+        made_by = [one.workers for one in run.stored[: run.stored.index(run.load) + 1] if one.workers]
+        recovery.world_before = made_by[0] if made_by else 0
         _note_return(run, run.stored[0].step)
+        if len(set(made_by)) > 1:  # what is done again was done by one number of workers, and then by another
+            run.history.rounded(run.step)
     return ended
 
 

@@ -92,7 +92,8 @@ def log_from_now_on(run: RunState) -> None:
     if run.plan is not None and (goes_on or run.replaying):
         gone = {stage_of(run.world.index(member), rules.stages) for member in run.casualties()}
         beside = {stage for boundary in added for stage in (boundary, boundary + 1)}  # what crossed them before is not there
-        run.log.goes_on(run.plan.step, (gone | beside) - run.replaying, run.replaying, run.members)
+        there = run.members.keys() - set(run.givers.values())  # who hands its state over leaves right after
+        run.log.goes_on(run.plan.step, (gone | beside) - run.replaying, run.replaying, there)
     else:
         run.log.begin(run.plan.step if run.plan is not None else run.step, run.incarnation)
 

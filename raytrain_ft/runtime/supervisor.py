@@ -59,6 +59,8 @@ LINGER_S = 5.0
 """How long this process stays to tell the outcome to who follows the run; after that the records tell it."""
 DRAFTS = (".timeline.json.*", ".report.html.*")
 """What `draw` leaves if it is killed meanwhile."""
+OLD_DRAFT_S = 3600.0
+"""Nobody draws for so long without writing."""
 
 T = TypeVar("T")
 
@@ -467,11 +469,12 @@ def _check_mount(spec: RunSpec) -> None:
 
 
 def _draw_anew(directory: Path) -> str:
-    """As `draw`, after somebody who was killed in the midst of it."""
+    """As `draw`, after somebody who was killed in the midst of it. A draft that was just begun is of one who draws as well."""
     with suppress(OSError):  # they are in nobody's way
         for drafts in DRAFTS:
             for draft in directory.glob(drafts):
-                draft.unlink()
+                if time.time() - draft.stat().st_mtime > OLD_DRAFT_S:
+                    draft.unlink()
     return draw(directory)
 
 

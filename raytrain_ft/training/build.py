@@ -30,7 +30,7 @@ from raytrain_ft.training.step import Replica
 from raytrain_ft.training.ties import begin_alike
 from raytrain_ft.training.tuning import Tell
 from raytrain_ft.training.undo import refusals
-from raytrain_ft.training.undo_rules import has_step_hooks
+from raytrain_ft.training.undo_rules import has_own_hooks, has_step_hooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def build_replica(
         stage=stage if settings.pipeline is not None else None,
         seats=settings.seats,
     )
-    if settings.update == "wait_free" and has_step_hooks(optimizer):  # registered since `check_undo`
+    if settings.update == "wait_free" and has_own_hooks(optimizer):  # registered since `check_undo`
         raise UndoRefusedError(f'RecoveryConfig(update="wait_free"): {HOOKED}. Use update="barrier".')
     seed_all(settings.seed)  # else stages whose models drew more, or less, would read other data if that is drawn as well
     loader = build_loader(task, sampling, reads=settings.pipeline is None or stage in (0, settings.pipeline.stages - 1))

@@ -105,6 +105,7 @@ class Undo:
         self._inverse = INVERSES[type(optimizer)]
         self._before: dict[int, tuple[bool, Tensor | float]] = {}  # by id: hashing a tensor is slow
         self._records: dict[int, Record] = {}
+        self._undone: dict[int, int] = {}  # by the memory of parameters: the version that the undo of some has left
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             call_first(optimizer, self._after_step),  # what other hooks do then, a schedule or a clipping, is not the step's
@@ -153,10 +154,14 @@ class Undo:
             for batch in list(cohort.batches(self._inverse)):
                 self._inverse.undo(batch)
             self._drop_first_state(cohort)
+        if self._records:  # those of others, of which some may have the same memory
+            undone = (r.parameter for cohort in cohorts for r in cohort.records if r.versions[0] is not None)
+            self._undone |= {p.untyped_storage().data_ptr(): p._version for p in undone}
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args, kwargs
         self._before.clear()
+        self._undone.clear()
         read, known = self._inverse.before, optimizer.state
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -235,8 +240,7 @@ class Undo:
         """Why this cohort cannot be undone after all: what only the latest step could show."""
         reasons = hyper_reasons(type(self._optimizer), cohort.update.hyper, self._mode, "the latest step")
         for p, g, _, _, (of_p, of_g), _ in cohort.records:
-            changed, other = of_p is not None and p._version != of_p, of_g is not None and g._version != of_g
-            changed = changed and not self._counts_for_others(p)
+            changed, other = of_p is not None and self._was_changed(p, of_p), of_g is not None and g._version != of_g
             if changed or other or g.dtype != p.dtype or g.layout != torch.strided or p.dtype not in TRAINED_IN:
                 reasons += reasons_now(p, g, changed, other)
         if not reasons and self._inverse.kept is not None:
@@ -247,11 +251,15 @@ class Undo:
             reasons += scaled_decay([torch.tensor(abs(1 - lr * wd * ratio)) for ratio in cohort.scalars])
         return reasons
 
-    def _counts_for_others(self, p: Tensor) -> bool:
-        """Whether the parameter was cut out of one tensor with another: torch counts the changes of both together."""
+    def _was_changed(self, p: Tensor, version: int) -> bool:
+        """Whether the parameter is not what the step left. Of several that were cut out of one tensor torch counts the changes
+        together: what the latest update or undo of one of them left, is what the step left of all."""
+        if p._version == version:
+            return False
         memory = p.untyped_storage().data_ptr()
-        others = (q for group in self._optimizer.param_groups for q in group["params"] if q is not p)
-        return any(_version(q) == p._version and q.untyped_storage().data_ptr() == memory for q in others)
+        alike = (r for r in self._records.values() if r.parameter.untyped_storage().data_ptr() == memory)
+        left = [r.versions[0] for r in alike if _version(r.parameter) == p._version]
+        return p._version not in (*left, self._undone.get(memory))
 
     def _drop_first_state(self, cohort: _Cohort) -> None:
         """A first step's state is deleted, or set to what it began with."""

@@ -163,9 +163,13 @@ def overwrites_gradient(hyper: Mapping[str, Any], params: list[Tensor]) -> bool:
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether anything is called before or after each of its steps: registered with it, or with all optimizers."""
+    return has_own_hooks(optimizer) or bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def has_own_hooks(optimizer: Optimizer) -> bool:
+    """Whether anything is that was registered with it."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    own = [getattr(optimizer, name, None) for name in names]
-    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+    return any(getattr(optimizer, name, None) for name in names)
 
 
 def call_first(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
@@ -179,6 +183,7 @@ __all__ = [
     "TRAINED_IN",
     "Mode",
     "call_first",
+    "has_own_hooks",
     "has_step_hooks",
     "hyper_reasons",
     "overwrites_gradient",

@@ -483,7 +483,10 @@ def test_what_is_foreseen_of_waits_is_corrected_by_what_they_were(tail: float, p
 
 
 def test_waits_are_foreseen_to_be_as_many_times_longer_as_they_were_of_late() -> None:
-    foresight = Foresight(next=0.1)
+    foresight = Foresight()
+    foresight.take(30, 60.0)
+    assert foresight.off(little=0.0001) == 1.0, "nothing was foreseen yet"
+    foresight.next = 0.1
     for _ in range(2000):
         foresight.take(1, 0.2)
     assert foresight.off(little=0.0) == pytest.approx(2.0, rel=0.01)

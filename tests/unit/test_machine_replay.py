@@ -623,6 +623,29 @@ def test_what_was_not_written_when_its_sender_left_is_not_read(unwritten: bool, 
     assert not told.run.seeking
 
 
+def test_who_could_not_log_and_leaves_is_waited_for_no_longer() -> None:
+    """It hands its state over, and never says that its log is whole again."""
+    told = Told()
+    told.tell(m.LogFailed, member="w1", incarnation=1, step=12, reason="disk full")
+    told.tell(m.Noticed, member="w1", deadline_s=120.0, source="request", reason="maintenance")
+    told.answer(m.Stopped, told.run.world, step=13)
+    for member in told.run.roster.taking_part():
+        marks = Marks(member, 13, (13,), (None,), told.run.world.index(member))
+        told.tell(m.Fenced, member=member, incarnation=told.run.incarnation, marks=marks)
+    told.answer(m.Reconciled, told.run.joining, digests=("d",))
+    told.answer(m.Filled, told.run.joining, digests=("d",))
+    told.commit(13, 20)
+    assert (told.run.world, told.run.log.since) == (("w0", "w3", "w2"), 13)
+
+
+def test_a_spare_that_could_not_log_and_is_lost_is_waited_for_no_longer() -> None:
+    told = Told()
+    told.tell(m.LogFailed, member="w3", incarnation=1, step=12, reason="disk full")
+    assert told.run.log.since is None
+    told.tell(m.WorkerLost, member="w3", cause="killed")
+    assert (told.run.state, told.run.log.since) == (State.RUNNING, 13)
+
+
 @pytest.mark.parametrize(("node", "beside"), [("n0", 2), ("n2", 1)])
 def test_helpers_know_how_many_share_their_node(node: str, beside: int) -> None:
     """They need memory at the same time."""

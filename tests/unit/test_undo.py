@@ -451,6 +451,24 @@ def test_parameters_cut_out_of_one_tensor_are_undone_one_by_one(case: str) -> No
     assert_at(optimizer, params, saved, TOLERANCE[torch.float32])
 
 
+def test_a_change_to_one_of_several_cut_out_of_one_tensor_is_noticed() -> None:
+    whole = torch.randn(3, 5)
+    params = [Parameter(row) for row in whole]
+    optimizer = SGD(params, lr=0.1)
+    undo = Undo(optimizer)
+    step(optimizer, params, gradients(params))
+    undo.undo(params[2:])
+    with torch.no_grad():
+        params[0].clamp_(-0.1, 0.1)
+    with pytest.raises(UndoRefusedError, match="was changed after the step"):
+        undo.undo(params[:1])
+    step(optimizer, params, gradients(params))
+    with torch.no_grad():
+        params[0].clamp_(-0.1, 0.1)
+    with pytest.raises(UndoRefusedError, match="was changed after the step"):
+        undo.undo()
+
+
 def test_a_change_to_one_of_several_that_share_memory_but_no_counter_is_noticed() -> None:
     """As in one flat buffer that parameters were put into."""
     flat, params = torch.randn(10), [Parameter(torch.randn(5)) for _ in range(2)]
