@@ -339,8 +339,7 @@ class Tuner:
         overhead = (extra - stretch.waited) / count  # may be negative: steps vary, and only the mean of many tells
         weight = 1.0 if self._overhead is None else 1 - (1 - SMOOTHING) ** count
         self._overhead = (1 - weight) * (self._overhead or 0.0) + weight * overhead
-        looks = min(stretch.looked_s / base, MOST_LOOKS * self.budget)
-        self._looks = (1 - weight) * self._looks + weight * looks
+        self._looks = (1 - weight) * self._looks + weight * min(stretch.looked_s / base, MOST_LOOKS * self.budget)
         if self.fixed is not None or not self.k:
             return None
         costs_of = list(self._latest)  # at once: another thread may add to it
