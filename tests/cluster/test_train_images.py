@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import raytrain_ft as ft
 from raytrain_ft import FailAt
-from raytrain_ft.errors import TrainingFailedError
+from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.runtime.event_log import read_run
 
@@ -104,5 +104,5 @@ def test_a_damaged_image_ends_the_run_and_is_named(cluster, folder: Path, tmp_pa
     for number in range(50):
         content = next((folder / "flower").iterdir()).read_bytes()
         (tmp_path / "photos" / "x" / f"{number:02d}.jpg").write_bytes(content if number != 33 else b"not an image")
-    with pytest.raises(TrainingFailedError, match=r"33\.jpg \(12 bytes\) cannot be decoded"):
+    with pytest.raises(StorageError, match=r"33\.jpg \(12 bytes\) cannot be decoded"):
         train(tmp_path, "damaged", task=Photos(str(tmp_path / "photos")), **SETTINGS)
