@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -64,8 +64,8 @@ class Interval:
         k_persist, k_overhead, k_failures: the least k for which persisting is done in time, as a rule; for which the overhead,
             and waiting for the checkpoints that take longer, stay within the budget; beyond which more frequent checkpoints
             would cost more than the work that they save.
-        shorter: share of the intervals that may be one step shorter, so that the budget is used up on average. k is a whole
-            number of steps, and of a small one a part of a step is much of the budget.
+        shorter: where it is the budget that k comes of, share of the intervals that may be one step shorter, so that it is used
+            up on average. k is a whole number of steps, and of a small one a part of a step is much of the budget.
     """
 
     k: int
@@ -75,11 +75,6 @@ class Interval:
     k_overhead: int
     k_failures: int = 0
     shorter: float = 0.0
-
-    @property
-    def binds(self) -> bool:
-        """Whether it is the budget that k comes of."""
-        return self.k == self.k_overhead > max(1, self.k_persist, self.k_failures)
 
     @property
     def reason(self) -> str:
@@ -152,34 +147,37 @@ def choose(
     on_host = max(0.0, profile.copy - (profile.iteration - profile.update))
     fits = profile.free > profile.size and profile.device_copy <= on_host
     seen = (profile.device_copy if fits else on_host) if overhead is None else overhead
-    k_persist = _whole((profile.copy + profile.persist - seen) / profile.iteration)
+    for_persist = (profile.copy + profile.persist - seen) / profile.iteration
+    k_persist = _whole(for_persist)
     k_overhead = _whole(seen / (budget * profile.iteration))
     beyond = partial(_beyond, overhead=seen, latest=latest, off=off, budget=budget, iteration=profile.iteration)
     if latest:
         longest = _whole(max(one.seconds for one in latest) / profile.iteration)  # with which nobody waits
         k_overhead = _least_waiting(max(1, k_persist, k_overhead), longest, beyond) or k_overhead
-    k_failures = 0 if failure_s is None else _whole(math.sqrt(2 * seen * failure_s) / profile.iteration)
+    for_failures = 0.0 if failure_s is None else math.sqrt(2 * seen * failure_s) / profile.iteration
+    k_failures = _whole(for_failures)
     k = max(1, k_persist, k_overhead, k_failures)
     mode = "gpu" if fits else "cpu"
     bounds = {"k_persist": k_persist, "k_overhead": k_overhead, "k_failures": k_failures}
-    interval = Interval(k=k, mode=mode, overhead=seen, **bounds)
-    return replace(interval, shorter=_shorter(k, beyond)) if interval.binds else interval
+    others = max(1.0, for_persist, for_failures)  # with that many steps, if there were parts of one, is the budget kept?
+    shorter = min(k - others, _shorter(k, beyond)) if beyond(others) > 0 else 0.0
+    return Interval(k=k, mode=mode, overhead=seen, shorter=shorter, **bounds)
 
 
-def waits(k: int, latest: Sequence[Seen], iteration: float) -> float:
+def waits(k: float, latest: Sequence[Seen], iteration: float) -> float:
     """How long training waits for a checkpoint, seconds, by the mean of the latest: for one of s seconds
     ``s - k * iteration``."""
     found = sum(seen.weight * max(0.0, seen.seconds - k * iteration) for seen in latest)
     return found / (sum(seen.weight for seen in latest) or 1.0)
 
 
-def _beyond(k: int, *, overhead: float, latest: Sequence[Seen], off: float, budget: float, iteration: float) -> float:
+def _beyond(k: float, *, overhead: float, latest: Sequence[Seen], off: float, budget: float, iteration: float) -> float:
     """By how many seconds the overhead of a checkpoint and the wait for it exceed the budget of k steps; negative: of that, so
     much is left."""
     return overhead + off * waits(k, latest, iteration) - budget * k * iteration * (1 + 1e-6)
 
 
-def _least_waiting(least: int, longest: int, beyond: Callable[[int], float]) -> int:
+def _least_waiting(least: int, longest: int, beyond: Callable[[float], float]) -> int:
     """The least k, greater than `least`, with which the budget is not exceeded; 0 if it is not with `least`. It is not with
     `longest`."""
     if beyond(least) <= 0:
@@ -187,7 +185,7 @@ def _least_waiting(least: int, longest: int, beyond: Callable[[int], float]) -> 
     return least + bisect_left(range(least, max(least, longest)), True, key=lambda k: beyond(k) <= 0)
 
 
-def _shorter(k: int, beyond: Callable[[int], float]) -> float:
+def _shorter(k: int, beyond: Callable[[float], float]) -> float:
     """See `Interval`: what k leaves of the budget, by what one step less costs more."""
     left, missing = -beyond(k), beyond(k - 1)
     return max(0.0, left / (left + missing)) if missing > 0 else 0.0

@@ -53,7 +53,7 @@ LITTLE = 0.1
 """Of the budget: by so much more or less than foreseen training may wait, and nothing comes of it."""
 JUDGED_STEPS = 30
 """Steps that a judgement needs at least: a few, of which some happen to be slow, say nothing."""
-TOLERANCE = 0.05
+TOLERANCE = 0.02
 """A k that is off by less than this share is left alone while the overhead is within its budget. Of one below 20, where a step
 is much of the budget, every step counts."""
 MOST_RECALLED = 4
