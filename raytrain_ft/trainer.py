@@ -6,7 +6,7 @@ import inspect
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Unpack
@@ -148,34 +148,35 @@ class Trainer:
 
     def _train(self, spec: RunSpec, right: WriterLock, last: ExitStack) -> Result:
         """The run, from its supervisor's start to its end. What is to be done when all has been cleaned up goes to `last`."""
-        supervisor = _start(spec)
+        supervisor, account = _start(spec), None
         with at_sigterm(_exit), Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
             try:
                 with kept_going(supervisor):
-                    account = self._follow(spec, supervisor, display, last, right)
+                    for account in self._follow(spec, supervisor, display, last, right):
+                        display.show(account)
             except FTError:
                 raise
             except BaseException as error:
-                interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-                reason = _INTERRUPTED.get(type(error), f"its driver failed: {error!r}")
-                if interrupted and spec.rules.leaves_checkpoint:  # which is asked for whether this can be printed or not
-                    display.say(f"{reason}: takes a last checkpoint and ends (within {spec.rules.stop_timeout:g} s)")
-                abort(supervisor, reason, spec.rules.stop_timeout, display if interrupted else None)
+                if account is not None:  # else nothing has begun that could be saved
+                    _end_early(spec, supervisor, display, error)
                 raise
             finally:
                 clean_up(spec.run_id, supervisor)
+        assert account is not None  # `watch` raises an error where it has none
         return result_of(account)
 
-    def _follow(self, spec: RunSpec, supervisor: Any, display: Display, last: ExitStack, right: WriterLock) -> dict[str, Any]:
-        """Shows the run's progress until it has ended; returns the last account. What is to be done when all has been cleaned
-        up goes to `last`; the right to write the run's records to the supervisor, once that is there."""
+    def _follow(
+        self, spec: RunSpec, supervisor: Any, display: Display, last: ExitStack, right: WriterLock
+    ) -> Iterator[dict[str, Any]]:
+        """How the run stands, until it has ended. What is to be done when all has been cleaned up goes to `last`; the right to
+        write the run's records to the supervisor, once that is there."""
         accounts = watch(supervisor, start_s=spec.rules.schedule_timeout)
         try:
             account = next(accounts)
         finally:
             right.hand_over()
         _check_directory(spec)
-        display.show(account)
+        yield account
         if words := _lacking(spec):
             display.say(f"waits for a node that can host a worker: {words}")
         # Not before: until now there may have been the records of an earlier run.
@@ -183,12 +184,20 @@ class Trainer:
         last.callback(callbacks.end)
         callbacks.poll()
         for account in accounts:
-            display.show(account)
+            kind, message = account.get("failure") or ("", "")
+            if kind == TooFewWorkersError.__name__ and (words := _lacking(spec)):
+                account = account | {"failure": (kind, f"{message} {words[:1].upper()}{words[1:]}.")}
+            yield account
             callbacks.poll()
-        kind, message = account.get("failure") or ("", "")
-        if kind == TooFewWorkersError.__name__ and (words := _lacking(spec)):
-            account = account | {"failure": (kind, f"{message} {words[:1].upper()}{words[1:]}.")}
-        return account
+
+
+def _end_early(spec: RunSpec, supervisor: Any, display: Display, error: BaseException) -> None:
+    """Has the run end, which leaves a checkpoint, for this process was told to end, or cannot go on."""
+    interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+    reason = _INTERRUPTED.get(type(error), f"its driver failed: {error!r}")
+    if interrupted and spec.rules.leaves_checkpoint:  # which is asked for whether this can be printed or not
+        display.say(f"{reason}: takes a last checkpoint and ends (within {spec.rules.stop_timeout:g} s)")
+    abort(supervisor, reason, spec.rules.stop_timeout, display if interrupted else None)
 
 
 def _lacking(spec: RunSpec) -> str:

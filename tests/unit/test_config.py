@@ -231,10 +231,10 @@ def test_a_run_for_which_no_node_has_enough_ends_with_what_was_asked_for(asked: 
     rules = SimpleNamespace(schedule_timeout=120.0)
     spec: Any = SimpleNamespace(rules=rules, options={"num_cpus": asked}, name="r", directory=Path())
     said: list[str] = []
-    display: Any = SimpleNamespace(show=lambda account: None, say=said.append)
+    display: Any = SimpleNamespace(say=said.append)
     right: Any = SimpleNamespace(hand_over=lambda: None)
     last: Any = SimpleNamespace(callback=lambda *_: None)
-    account = trainer()._follow(spec, None, display, last, right)
+    *_, account = trainer()._follow(spec, None, display, last, right)
     want = "each worker takes 4 CPU, and no node has all of it (the most of each: 2 CPU)"
     assert said == [f"waits for a node that can host a worker: {want}"] * (asked == 4)
     assert account["failure"] == (failure[0], failure[1] + f" E{want[1:]}." * (asked == 4))

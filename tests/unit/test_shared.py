@@ -4,7 +4,7 @@ them is refused: a worker before it builds anything, the driver before it shows 
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +50,7 @@ def run_in(directory: Path, found: str | None) -> Any:
     if found is not None:
         directory.mkdir()
         (directory / "nonce").write_text(found)
-    rules = SimpleNamespace(schedule_timeout=7.0)
+    rules = SimpleNamespace(schedule_timeout=7.0, max_steps=1, stop_timeout=1.0, leaves_checkpoint=True)
     return SimpleNamespace(directory=directory, nonce="of this run", name="run", rules=rules, stored_in=None, run_id="run")
 
 
@@ -92,24 +92,52 @@ def test_a_driver_that_does_not_see_the_records_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None
 ) -> None:
     """Else it would wait for an account that is written elsewhere, and show nothing."""
-    run, shown, handed = run_in(tmp_path / "run", found), [], []
+    run, handed = run_in(tmp_path / "run", found), []
     account = {"state": "RUNNING"}
     monkeypatch.setattr(trainers, "watch", lambda supervisor, start_s: iter([account] if start_s == 7.0 else []))
-    display: Any = SimpleNamespace(show=shown.append)
     right: Any = SimpleNamespace(hand_over=lambda: handed.append(True))
     trainer = ft.Trainer(Nothing(), max_steps=1, global_batch_size=1)
 
+    display: Any = SimpleNamespace()
+
     def follow() -> Any:
         with ExitStack() as last:
-            return trainer._follow(run, None, display, last, right)
+            return list(trainer._follow(run, None, display, last, right))
 
     if found == run.nonce:
-        assert follow() == account
+        assert follow() == [account]
     else:
         with pytest.raises(ConfigError, match=rf"this one do not see the same {tmp_path}/run\. Use a path"):
             follow()
-    assert shown == ([account] if found == run.nonce else [])
     assert handed == [True], "the supervisor writes there, whoever sees it"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_that_is_interrupted_before_it_has_begun_is_not_asked_for_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], begun: bool
+) -> None:
+    """Its supervisor waits for a place in the cluster, and would not hear of it for a minute."""
+    run, ended = run_in(tmp_path / "run", None), []
+    starting = {"recoveries": [], "warnings": [], "state": "STARTING", "world_size": 0, "loss": None, "step": 0, "seconds": 0.0}
+
+    def accounts(*_: Any, **__: Any) -> Any:
+        if begun:
+            yield starting
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainers, "_start", lambda spec: None)
+    monkeypatch.setattr(trainers, "watch", accounts)
+    monkeypatch.setattr(trainers, "kept_going", lambda supervisor: nullcontext())
+    monkeypatch.setattr(trainers, "_check_directory", lambda spec: None)
+    monkeypatch.setattr(trainers, "Callbacks", lambda *_: SimpleNamespace(end=lambda: None, poll=lambda: None))
+    monkeypatch.setattr(trainers, "_lacking", lambda spec: "")
+    monkeypatch.setattr(trainers, "abort", lambda supervisor, reason, *_: ended.append(reason))
+    monkeypatch.setattr(trainers, "clean_up", lambda run_id, supervisor: ended.append("cleaned up"))
+    right: Any = SimpleNamespace(hand_over=lambda: None)
+    with pytest.raises(KeyboardInterrupt), ExitStack() as last:
+        ft.Trainer(Nothing(), max_steps=1, global_batch_size=1)._train(run, right, last)
+    assert ended == ["interrupted (Ctrl-C)"] * begun + ["cleaned up"]
+    assert ("takes a last checkpoint" in capsys.readouterr().out) == begun
 
 
 class Nothing(ft.TrainTask):
