@@ -54,10 +54,11 @@ class Passes:
         self._moved: tuple[int, Any] | None = None
         named = list(state.model.named_parameters())
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
-        # Wait-free, those that are trained are updated while the last backward pass still goes on.
-        early = settings.update == "wait_free"
-        self._early = _Unchanged([(name, p) for name, p in named if early and p.requires_grad])
-        self._late = _Unchanged([(name, p) for name, p in named if not (early and p.requires_grad)])
+        # Wait-free, those that are trained are updated while the last backward pass still goes on, which moves on the versions
+        # of all that are cut out of the same tensor.
+        early = {p.untyped_storage().data_ptr() for _, p in named if p.requires_grad and settings.update == "wait_free"}
+        self._early = _Unchanged([(name, p) for name, p in named if p.untyped_storage().data_ptr() in early])
+        self._late = _Unchanged([(name, p) for name, p in named if p.untyped_storage().data_ptr() not in early])
 
     def begin(self, attempt: Attempt, micro_batches: list[MicroBatch]) -> None:
         """These are computed next.

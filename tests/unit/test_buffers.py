@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -152,6 +153,29 @@ def test_a_forward_pass_that_changes_a_parameter_is_refused(update: Any, trained
     """Nothing puts it back, so a step that is redone would change it twice; and nobody's hash would differ."""
     replica, links = replica_of(Task(lambda: Following(trained=trained, by_data=by_data)), update=update)
     with pytest.raises(TaskError, match=r"changed the parameter teacher\.weight"):
+        replica.train_step(links)
+
+
+class Halves(nn.Module):
+    """A trained and a frozen parameter, cut out of one tensor: an update moves on the version of both."""
+
+    def __init__(self, *, changes: bool) -> None:
+        super().__init__()
+        whole, self.changes = torch.ones(2, 4, 3), changes
+        self.scale = nn.Parameter(torch.ones(3))  # the backward pass goes on with it when the weight was updated
+        self.weight, self.fixed = nn.Parameter(whole[0]), nn.Parameter(whole[1], requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.changes:
+            self.fixed.data.add_(1.0)
+        return ((x * self.scale) @ (self.weight + self.fixed).T)[:, :2]
+
+
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_update_changes_no_frozen_parameter_that_is_cut_out_of_the_same_tensor(update: Any, changes: bool) -> None:
+    replica, links = replica_of(Task(lambda: Halves(changes=changes)), update=update, first_bucket_bytes=1, bucket_bytes=1)
+    with pytest.raises(TaskError, match="changed the parameter fixed") if changes else nullcontext():
         replica.train_step(links)
 
 
