@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import mul
-from statistics import mean, median, stdev
+from statistics import fmean, median
 from typing import Any, Literal
 
 from raytrain_ft.policy.frequency import Foresight, Interval, Profile, Seen, choose, waits
@@ -26,6 +26,11 @@ FEWEST_FREE = 4
 """Steps without a checkpoint under way that say what a step takes by itself."""
 MOST_FREE = 1000
 """The latest of them, where there are more."""
+LATE_FREE = 100
+"""So many count even if they came before the last judgement: where nearly all steps have a checkpoint under way, the few others
+are no measure, for what a step takes varies."""
+UNLIKELY = 3
+"""Standard errors by which the steps since the last judgement differ from those before only if steps have changed."""
 HICCUP = 10
 """Of these, one counts for no more than so many median ones; of those with a checkpoint under way, for no more than so many of
 what a step takes by itself, and what training has waited for checkpoints, unless most checkpoints have one. The budget is about
@@ -175,6 +180,7 @@ class Tuner:
     profile: Profile | None = None
     _latest: deque[Costs] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _stretch: Stretch = field(default_factory=Stretch)
+    _free: list[float] = field(default_factory=list)  # what steps without a checkpoint took of late
     _overhead: float | None = None
     _foresight: Foresight = field(default_factory=Foresight)
     _looks: float = 0.0  # share of the time that goes to seeing whether a checkpoint is due
@@ -321,7 +327,7 @@ class Tuner:
         In a world of another size steps and checkpoints take another time, too, which is measured before the next decision."""
         self.last, self._tried = min(self.last, step), 0
         if resized:
-            self._overhead, self._shorter, self._foresight = None, 0.0, Foresight()
+            self._overhead, self._shorter, self._foresight, self._free = None, 0.0, Foresight(), []
             self._latest.clear()
         self._stretch = Stretch()
 
@@ -366,15 +372,17 @@ class Tuner:
         """The time of a step without checkpoints, from those that had none under way; returns the standard error of the time
         that the others would have taken without, seconds."""
         free, n = _without_hiccups(self._stretch.free), self._stretch.busy
-        if len(free) < FEWEST_FREE:
+        before = [] if _have_changed(self._free, free) else self._free
+        self._free = (before + free)[-max(LATE_FREE, len(free)) :]
+        if not free or len(self._free) < FEWEST_FREE:
             self._unseen += 1
             self._bound()
             return self._deviation * math.sqrt(n)
         self._unseen = 0
         profile = self.profile or Profile(iteration=0.0, update=0.0, copy=0.0, persist=0.0)
-        self.profile = replace(profile, iteration=mean(free), update=mean(_without_hiccups(self._stretch.updates)))
-        self._deviation = stdev(free)
-        return self._deviation * math.sqrt(n + n * n / len(free))
+        self.profile = replace(profile, iteration=fmean(self._free), update=fmean(_without_hiccups(self._stretch.updates)))
+        self._deviation = _deviation(self._free)
+        return self._deviation * math.sqrt(n + n * n / len(self._free))
 
     def _bound(self) -> None:
         """No step says what one takes by itself. What was known of it may be too long by now, and with the k that comes of that
@@ -437,6 +445,22 @@ class Tuner:
 def _without_hiccups(steps: Sequence[float]) -> list[float]:
     most = HICCUP * median(steps) if steps else math.inf
     return [min(seconds, most) for seconds in steps]
+
+
+def _have_changed(before: Sequence[float], since: Sequence[float]) -> bool:
+    """Whether steps take another time than they did. A few that are slow may have been unlucky; none is quick by chance."""
+    if len(before) < FEWEST_FREE or not since:
+        return False
+    longer = fmean(since) - fmean(before)
+    deviation = max(_deviation(before), _deviation(since))
+    differ = abs(longer) > UNLIKELY * deviation * math.sqrt(1 / len(before) + 1 / len(since))
+    return differ and (longer < 0 or len(since) >= FEWEST_FREE)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Standard deviation. (That of `statistics` is exact, and takes a millisecond of a step.)"""
+    middle = fmean(values)
+    return math.sqrt(math.fsum((value - middle) ** 2 for value in values) / max(1, len(values) - 1))
 
 
 def _weights(count: int, newest: float = SMOOTHING) -> list[float]:

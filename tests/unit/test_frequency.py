@@ -476,11 +476,10 @@ def test_overhead_comes_to_its_budget_on_a_machine_that_varies(slow: float, time
     assert play(seed, slow, 1, **times) == pytest.approx(3.5, abs=0.5)
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("tail", "persist"), [(1, 4.0), (20, 1.0)])
-def test_what_is_foreseen_of_waits_is_corrected_by_what_they_were(tail: float, persist: float, seed: int) -> None:
+def test_what_is_foreseen_of_waits_is_corrected_by_what_they_were(tail: float, persist: float) -> None:
     """Without that it would be half a point less, and half a point more."""
-    assert play(seed, 1, tail, copy=0.1, persist=persist) == pytest.approx(3.5, abs=0.35)
+    assert mean(play(seed, 1, tail, copy=0.1, persist=persist) for seed in range(4)) == pytest.approx(3.5, abs=0.25)
 
 
 def test_waits_are_foreseen_to_be_as_many_times_longer_as_they_were_of_late() -> None:
