@@ -151,7 +151,8 @@ class Session:
         """Measurements of other objects, elsewhere or on another machine are of no use, nor is a k for another budget."""
         batches = [loader.sampling.global_batch_size for loader in self._loaders.values()]
         kinds = [type(value).__qualname__ for value in self._objects.values()]
-        size = sum(one.numel() for value in self._objects.values() for one in getattr(value, "parameters", list)())
+        modules = [value for value in self._objects.values() if isinstance(value, torch.nn.Module)]
+        size = sum(one.numel() for module in modules for one in module.parameters())
         here = f"torch {torch.__version__}, {os.cpu_count()} CPUs, {torch.cuda.device_count()} devices, {self.storage.uri}"
         asked = f"overhead {self._settings.budget}, every {self._settings.every}, failures {self._settings.failure_s} s"
         return f"batches {batches}, {size} parameters of {kinds}, {here}, {asked}"

@@ -725,6 +725,26 @@ def test_nothing_is_noted_of_a_learning_rate_that_a_scheduler_makes(tmp_path: Pa
     assert resumed["notes"] == []
 
 
+class WithAList:
+    """An average, say: what it calls its parameters is no method."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = [p.detach().clone() for p in model.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parameters": self.parameters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.parameters = state["parameters"]
+
+
+def test_what_an_object_calls_parameters_is_its_own_affair(tmp_path: Path) -> None:
+    setup = Setup()
+    with checkfreq.open(tmp_path, ema=WithAList(setup.model), **setup.objects) as run:
+        setup.train(run, 2)
+    assert journal(tmp_path, "CheckpointCommitted")
+
+
 def test_average_is_restored_and_stored_once_over(tmp_path: Path) -> None:
     def train(until: int) -> tuple[str, int]:
         setup = Setup()
