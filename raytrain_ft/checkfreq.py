@@ -86,6 +86,7 @@ def open(
         NoCheckpointError: none is there and one is required, or all are damaged.
         LockedError: another run writes there. StorageError: the storage cannot be used.
     """
+    _check_path(path)
     _check(overhead, every, keep, resume, override, objects)
     _check_failures(failure_interval)
     if not _longer_than_zero(timeout):
@@ -199,6 +200,15 @@ class Run:
                 self._session.finish()
         finally:
             self._session.close()
+
+
+def _check_path(path: str | Path) -> None:
+    """Raises ConfigError for an empty one, as of a variable that is not set: what is within it would be at the root."""
+    if not str(path).strip():
+        raise ConfigError(
+            f"checkfreq.open({str(path)!r}): the path is empty: give a directory, such as runs/digits, or a URI, such as "
+            "s3://bucket/digits"
+        )
 
 
 def _check(

@@ -1526,6 +1526,15 @@ def test_bad_places_are_refused(tmp_path: Path) -> None:
         checkfreq.open(tmp_path)
 
 
+@pytest.mark.parametrize("path", ["", " ", "\n"])
+def test_a_path_that_says_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """As of a variable of the environment that is not set: what is within it would be at the file system's root."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkfreq, "open_storage", lambda place: pytest.fail(f"{place} is opened"))
+    with pytest.raises(ConfigError, match=r"the path is empty: give a directory"):
+        checkfreq.open(path, **Setup().objects)
+
+
 def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:
     setup = Setup()
     with checkfreq.open(tmp_path, **setup.objects) as run:
