@@ -208,9 +208,10 @@ class Loader:
         batch, _ = next_batch(self.sampling, position)
         self.at, self.was_read = Position(batch.epoch, batch.start), False
 
-    def check_world(self, count: int) -> None:
-        """Raises ConfigError if some batch has fewer samples than there are ranks: a rank would have nothing to do."""
-        _check_shares(self.sampling, count)
+    def check_world(self, count: int, position: Position | None = None) -> None:
+        """Raises ConfigError if some batch has fewer samples than there are ranks, also of what is left of an epoch from
+        `position` on: a rank would have nothing to do."""
+        _check_shares(self.sampling, count, position or Position())
 
 
 def _made_anew(kind: type[Loader], dataset: Any, options: dict[str, Any]) -> Loader:
@@ -238,15 +239,20 @@ def _check_options(dataset: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_shares(sampling: Sampling, count: int) -> None:
-    """Raises ConfigError if some batch has fewer samples than there are ranks."""
+def _check_shares(sampling: Sampling, count: int, position: Position) -> None:
+    """Raises ConfigError if some batch has fewer samples than there are ranks: of a whole epoch, or of what is left of one in
+    which the batches before `position` had another size."""
     size, batch = sampling.dataset_size, sampling.global_batch_size
-    rest = 0 if sampling.drop_last else size % batch
-    for samples, which in ((batch, "each batch"), (rest, "the last batch of an epoch")):
+    left = size - position.consumed
+    advice = "use another global_batch_size, or drop_last=True"
+    batches = [(batch, "each batch", advice)]
+    if not sampling.drop_last:
+        rest = f"the last batch of epoch {position.epoch}, of which {left} samples are left,"
+        batches += [(size % batch, "the last batch of an epoch", advice)]
+        batches += [(left % batch, rest, f"{advice}, or go on as before until the epoch is over")]
+    for samples, which, what_to_do in batches:
         if 0 < samples < count:
-            raise ConfigError(
-                f"{which} has {samples} samples for {count} ranks: use another global_batch_size, or drop_last=True"
-            )
+            raise ConfigError(f"{which} has {samples} samples for {count} ranks: {what_to_do}")
 
 
 def two_integers(position: Position) -> dict[str, int]:
@@ -291,7 +297,7 @@ class _Ahead:
             self.look()
             here = (position, *current())
             if here != self._reached:
-                _check_shares(self._sampling, here[2])
+                _check_shares(self._sampling, here[2], position)
                 self._core.start(*here)
             self._reached = None  # what could not be loaded is tried anew
             (piece,) = self._core.next()
@@ -312,7 +318,7 @@ class _Shares:
 
     def __iter__(self) -> Iterator[list[Any]]:
         sampling, position = self._loader.sampling, self._loader.at
-        _check_shares(sampling, current()[1])
+        _check_shares(sampling, current()[1], position)
         epoch = position.epoch
         while position.epoch == epoch:
             batch, position = next_batch(sampling, position)

@@ -16,6 +16,7 @@ from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.random import seed_all, step_seed
+from raytrain_ft.training.ranks import current
 from raytrain_ft.training.resumable import Loader, position_of, two_integers
 
 KIND = "raytrain_ft.checkfreq-1"
@@ -134,7 +135,8 @@ def plan(
     """Compares, and puts together what is to be loaded. Changes nothing.
 
     Raises:
-        MismatchError: with every difference that `override` does not allow. StorageError: a part is missing.
+        MismatchError: with every difference that `override` does not allow. StorageError: a part is missing. ConfigError: a
+            name in `override` is not known; or a rank would have nothing to do at the end of the epoch.
     """
     stored = _stored(content.manifest)
     here = states.describe(objects)
@@ -159,6 +161,7 @@ def plan(
             + "\n".join(f"  {line}" for line in lines)
             + '\nTo go on without what differs, pass its name in override={...} ("dataset" for the data)'
         )
+    positions = _positions(stored, loaders)
     source = rank if rank < stored.world else 0
     skeletons = states.stored_skeletons(content, source)
     # a launch with the same options as the one that stored this goes on with what was left as it is then
@@ -177,7 +180,6 @@ def plan(
         f"{name} was overridden by the launch that stored this already, and is loaded; to override it anew, launch once without"
         for name in sorted(alike - left)
     ]
-    positions = [(loaders[name], _position(stored, loaders[name], name)) for name in loaders if name in stored.data]
     if rank >= stored.world:
         generators = {}
     ended_by = stored.ended_by
@@ -202,6 +204,18 @@ def _data_differences(stored: _Stored, loaders: Mapping[str, Loader]) -> dict[st
         # in another order, other samples were looked at
         other = "" if found[name] else unlike(of_records(before.get("samples", [])), loaders[name].sketches)
         found[name] += [f"{name}: dataset of the same length with other content: {other}"] if other else []
+    return found
+
+
+def _positions(stored: _Stored, loaders: Mapping[str, Loader]) -> list[tuple[Loader, Position]]:
+    """Where each loader goes on.
+
+    Raises:
+        ConfigError: a rank would have nothing to do at the end of the epoch, in each launch anew.
+    """
+    found = [(loaders[name], _position(stored, loaders[name], name)) for name in loaders if name in stored.data]
+    for loader, position in found:
+        loader.check_world(current()[1], position)
     return found
 
 

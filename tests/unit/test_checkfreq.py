@@ -2243,3 +2243,33 @@ def test_a_batch_too_small_for_the_ranks_is_refused(monkeypatch: pytest.MonkeyPa
         next(iter(loader))  # one that `open` was not given, on any rank and before any batch
     with pytest.raises(ConfigError, match="each batch has 4 samples for 5 ranks"):
         loader.check_world(5)
+
+
+def test_a_rest_of_an_epoch_that_gives_a_rank_nothing_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After batches of another size: each launch would come to this same place, and fail there."""
+    setup = Setup(samples=100, batch=10)
+    with checkfreq.open(tmp_path, **setup.objects) as run:
+        setup.train(run, 5)
+    monkeypatch.setattr(checkfreq, "current", lambda: (0, 4))
+    monkeypatch.setattr(resume, "current", lambda: (0, 4))
+    other = Setup(samples=100, batch=16)
+    before = other.state()
+    with pytest.raises(ConfigError, match="last batch of epoch 0, of which 50 samples are left, has 2 samples for 4 ranks"):
+        checkfreq.open(tmp_path, override={"dataset"}, **other.objects)
+    assert other.state() == before
+    for batch, drop_last in ((23, False), (16, True)):
+        fits = Setup(samples=100)
+        order: dict[str, Any] = {"global_batch_size": batch, "drop_last": drop_last}
+        fits.loader = checkfreq.Loader(fits.loader.dataset, **order)
+        with checkfreq.open(tmp_path, override={"dataset"}, **fits.objects) as run:
+            assert (run.step, fits.loader.position) == (5, Position(0, 50))
+
+
+def test_a_loader_that_is_put_where_a_rank_would_get_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumable, "current", lambda: (0, 4))
+    loader = checkfreq.Loader(TensorDataset(torch.arange(100)), global_batch_size=16)
+    loader.load_state_dict({"epoch": 2, "consumed": 50})
+    with pytest.raises(ConfigError, match=r"last batch of epoch 2, of which 50 samples are left, has 2 .*epoch is over"):
+        next(iter(loader))
