@@ -179,13 +179,17 @@ class Run:
 
     def ray_checkpoint(self) -> Any:
         """The newest committed checkpoint as a `ray.train.Checkpoint`, for `ray.train.report(metrics, checkpoint=...)`; None if
-        there is none yet, and where storage is no directory. It is read in place: report it before `keep` more are there."""
-        storage = self._session.storage
-        if not isinstance(storage, LocalStorage) or not (names := counting(storage)):
+        there is none yet, and where storage is no directory. It is read in place: report it before `keep` more are there. One
+        that this launch has passed over is none: the run goes on from the one before."""
+        storage, passed_over = self._session.storage, self._session.passed_over
+        if not isinstance(storage, LocalStorage):
+            return None
+        name = next((name for name in map(str, counting(storage)) if name not in passed_over), None)
+        if name is None:
             return None
         import ray.train
 
-        return ray.train.Checkpoint.from_directory(str(storage.root / str(names[0])))
+        return ray.train.Checkpoint.from_directory(str(storage.root / name))
 
     def close(self) -> None:
         """What leaving the `with` block does, for code that has none: writes the last checkpoint and waits for it."""

@@ -62,6 +62,8 @@ class Session:
 
     Attributes:
         step: updates made so far, over all launches of the run.
+        storage: where its checkpoints are.
+        passed_over: names of those that this launch found to be damaged, or could not read.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Session:
     ) -> None:
         self.step = 0
         self.storage = storage
+        self.passed_over: set[str] = set()
         self._ranks, self._journal, self._settings = ranks, journal, settings
         self._objects, self._loaders = objects, loaders
         self._closing = ExitStack()
@@ -112,6 +115,7 @@ class Session:
         self._closing.callback(self._journal.close)
         beginning = Beginning(self._ranks, self.storage, self._journal, self._objects, self._loaders)
         begun = beginning.begin(resume, override, self._closing)
+        self.passed_over = {*begun.rejected, *begun.unread}
         self._overridden = set(override) & self._objects.keys()
         if begun.plan is not None:
             self._resumed = begun.plan

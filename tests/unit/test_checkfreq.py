@@ -1274,6 +1274,36 @@ def test_a_run_that_began_anew_hands_no_checkpoint_of_the_one_before_to_ray(run_
         assert "-e2-" in Path(run.ray_checkpoint().path).name
 
 
+def test_a_checkpoint_that_was_passed_over_is_not_handed_to_ray(run_directory: Path) -> None:
+    """What the run goes on from is, until there is a newer one: be it one of an earlier step than the damaged one."""
+
+    def handed(run: checkfreq.Run) -> str:
+        return Path(run.ray_checkpoint().path).name
+
+    damage(shard(run_directory, 12))
+    setup = Setup()
+    with checkfreq.open(run_directory, every=1, **setup.objects) as run:
+        assert handed(run) == "step-000000010-e1-i1"
+        setup.train(run, 12)
+        until(lambda: handed(run) == "step-000000011-e2-i1")
+
+
+def test_nor_is_one_that_could_not_be_read(run_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "READ_S", 0.0)
+    view = LocalStorage.view
+
+    def fails(self: LocalStorage, name: str) -> Any:
+        if "000000012" in name and name.endswith(".arrow"):
+            raise UnreachableError("Input/output error")
+        return view(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "view", fails)
+        run = checkfreq.open(run_directory, every=5, **Setup().objects)
+    with run:
+        assert Path(run.ray_checkpoint().path).name == "step-000000010-e1-i1"
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[" * 100_000, b'{"epoch": 1e999}', b'{"epoch": "2"}', b'{"epoch": 2.5}', b"{}", b"[2]", b"\xff"]
 )
