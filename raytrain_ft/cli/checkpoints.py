@@ -137,7 +137,7 @@ def show(place: Place, which: str | None) -> None:
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @WHICH
 @click.option("--format", "kind", type=click.Choice(["safetensors", "torch"]), default="safetensors", show_default=True)
-@click.option("--optimizer", is_flag=True, help="With safetensors: the optimizer's tensors too, under optimizer/...")
+@click.option("--optimizer", is_flag=True, help="With safetensors: the optimizer's tensors too, under its name/...")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @_clearly
 def export(place: Place, file: Path, which: str | None, kind: str, optimizer: bool, force: bool) -> None:

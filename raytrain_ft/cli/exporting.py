@@ -85,10 +85,11 @@ def save_safetensors(state: dict[str, Any], manifest: Manifest, path: Path, opti
     tensors = {name: value for name, value in state[chosen].items() if isinstance(value, torch.Tensor)}
     if others := [str(name) for name in state[chosen] if name not in tensors]:
         output.warn(f"left out of {chosen}, for they are no tensors: {', '.join(others)} (--format torch writes all)")
-    for name in [name for name in state if optimizer and name.startswith("optimizer")]:
-        inner = state[name]
-        plain = _is_of_tensors(inner)
-        tensors |= {f"{name}/{key}": value for key, value in inner.items()} if plain else flatten(inner, name)[1]
+    if optimizer:
+        more = _of_optimizers(state, manifest)
+        tensors |= more
+        if not more:
+            output.warn(f"{manifest.name} holds no tensors of an optimizer")
     seen: set[int] = set()
     for name, value in tensors.items():  # the format has no two names for one tensor, and a strict reader wants both
         tensors[name] = value.clone() if value.data_ptr() in seen else value
@@ -101,10 +102,27 @@ def save_safetensors(state: dict[str, Any], manifest: Manifest, path: Path, opti
         raise click.ClickException(f"safetensors cannot hold this state ({error}): use --format torch") from error
 
 
+def _of_optimizers(state: dict[str, Any], manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The tensors of all optimizers, by the paths of their state dicts."""
+    found: dict[str, torch.Tensor] = {}
+    for name in [name for name in state if _is_optimizer(name, manifest)]:
+        inner = state[name]
+        plain = _is_of_tensors(inner)
+        found |= {f"{name}/{key}": value for key, value in inner.items()} if plain else flatten(inner, name)[1]
+    return found
+
+
+def _is_optimizer(name: str, manifest: Manifest) -> bool:
+    """Whether this is the state of an optimizer. checkfreq's objects have any name, and it says which are torch's; of others,
+    and of what the trainer wrote, the name alone tells."""
+    about = manifest.values.get("objects", {}).get(name, {})
+    return "groups" in about or (name.startswith("optimizer") and about.get("class") != "module")
+
+
 def _model_of(state: dict[str, Any], manifest: Manifest) -> str:
     """The name of the model whose tensors are written: "model", whatever else there is and whatever it holds, or the only one.
     That several are there, or none, is no guess to make."""
-    modules = [name for name, value in state.items() if _is_module(value) and not name.startswith("optimizer")]
+    modules = [name for name, value in state.items() if _is_module(value) and not _is_optimizer(name, manifest)]
     if "model" in state:
         if not _holds_tensors(state["model"]):
             raise click.ClickException(f"model in {manifest.name} has no tensors; --format torch writes all that it holds")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -310,6 +311,52 @@ def test_export_of_several_models_says_which_is_written(tmp_path: Path) -> None:
     written = call("export", tmp_path / "other", tmp_path / "x.safetensors")
     assert "model is written; left out: ema" in written.output
     assert torch.equal(load_file(tmp_path / "x.safetensors")["weight"], models["generator"].weight)
+
+
+def named_freely(directory: Path, **objects: Any) -> None:
+    with checkfreq.open(directory, **objects) as run, run.update():
+        pass
+
+
+def stepped(kind: Callable[..., torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    made = kind(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    made.step()
+    return made
+
+
+def test_an_optimizer_is_exported_under_whatever_name_it_was_given(tmp_path: Path) -> None:
+    """And a module may be called so: a learned optimizer, say."""
+    model = nn.Linear(2, 1)
+    file = tmp_path / "x.safetensors"
+    named_freely(tmp_path / "run", net=model, adam=stepped(torch.optim.Adam, model))
+    result = call("export", tmp_path / "run", file, "--optimizer")
+    assert result.exit_code == 0
+    assert "no tensors" not in result.output
+    moments = {f"adam/state/{number}/{key}" for number in (0, 1) for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert load_file(file).keys() == {"weight", "bias"} | moments
+    named_freely(tmp_path / "learned", optimizer_net=model, adam=stepped(torch.optim.Adam, model))
+    assert call("export", tmp_path / "learned", file, "--force").exit_code == 0
+    assert load_file(file).keys() == {"weight", "bias"}
+
+
+def test_an_export_with_an_optimizer_says_that_there_is_none(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    file = tmp_path / "x.safetensors"
+    for number, objects in enumerate(({}, {"optimizer": stepped(torch.optim.SGD, model)})):
+        named_freely(tmp_path / f"{number}", model=model, **objects)
+        result = call("export", tmp_path / f"{number}", file, "--optimizer", "--force")
+        assert result.exit_code == 0
+        assert "holds no tensors of an optimizer" in result.output
+        assert load_file(file).keys() == {"weight", "bias"}
+
+
+def test_a_state_that_is_called_an_optimizers_is_taken_for_one_unless_it_is_a_modules(tmp_path: Path) -> None:
+    """Some optimizers are none of torch's."""
+    file = tmp_path / "x.safetensors"
+    named_freely(tmp_path / "run", net=nn.Linear(2, 1), optimizer=Holds({"momentum": torch.ones(2)}))
+    assert call("export", tmp_path / "run", file, "--optimizer").exit_code == 0
+    assert load_file(file).keys() == {"weight", "bias", "optimizer/momentum"}
 
 
 class Counts(nn.Linear):
