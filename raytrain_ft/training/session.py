@@ -413,6 +413,7 @@ class Session:
             ended = self._commit_step()
         else:  # after batches without an update; what is stored is the state after them, so they are not to be read again
             self._committed |= {name: self._loaders[name].at for name in self._ended}
+            ended = self._checkpointer.keeps_epochs and bool(self._ended & self._last)  # a validation's end is none
         if any(self._loaders[name].at.consumed == 0 for name in self._last):
             self._goes_on_at = None  # their epoch is over, and what is done before the next one is still to be done
         if self.step > self._began_at:

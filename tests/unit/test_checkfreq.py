@@ -839,6 +839,36 @@ def test_keep_epochs(tmp_path: Path) -> None:
     assert [(one["step"], one["kept"]) for one in manifests] == [(5, True), (10, True), (15, True), (17, False)]
 
 
+@pytest.mark.parametrize("validates", [False, True])
+def test_the_end_of_the_last_epoch_is_kept_also_after_batches_without_an_update(tmp_path: Path, validates: bool) -> None:
+    """Elsewhere it is the first step of the next epoch that is kept: gradients that are accumulated are not stored."""
+    setup = Setup(samples=10 * BATCH)
+    val = checkfreq.Loader(TensorDataset(torch.ones(16, 8)), global_batch_size=4, shuffle=False)
+    with checkfreq.open(tmp_path, every=1000, keep_epochs=True, keep=1, val=val, **setup.objects):
+        for _ in setup.loader.epochs(2):
+            for number, (inputs, labels) in enumerate(setup.loader):
+                F.cross_entropy(setup.model(inputs), labels).backward()
+                if number % 4 == 3:
+                    setup.optimizer.step()
+                    setup.optimizer.zero_grad()
+            for _ in val if validates else ():
+                pass
+    assert kept(tmp_path) == [(3, True), (4, True)]
+
+
+def test_a_validation_that_ends_after_batches_without_an_update_is_no_end_of_an_epoch(tmp_path: Path) -> None:
+    setup = Validated(samples=64)
+    with checkfreq.open(tmp_path, every=1000, keep_epochs=True, keep=1, **setup.objects):
+        for number, (inputs, labels) in enumerate(setup.loader):
+            F.cross_entropy(setup.model(inputs), labels).backward()
+            if number == 3:
+                setup.optimizer.step()
+            if number == 5:
+                setup.validate()
+                break
+    assert kept(tmp_path) == [(1, False)]
+
+
 class Validated(Setup):
     """Validates after each epoch with a loader that is followed too, and steps its scheduler then."""
 
