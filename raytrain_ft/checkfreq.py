@@ -128,7 +128,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Updates made so far, over all launches of the run."""
+        """Updates made so far, over all launches of the run. Those between which no step ended, as of one batch, are one."""
         return self._session.step
 
     def batches(self, loader: Loader, *, until_step: int) -> Iterator[Any]:
@@ -168,8 +168,9 @@ class Run:
         self._session.update_ends()
 
     def commit(self) -> None:
-        """In a loop without a `Loader`, or that draws at random before it asks one for a batch: the place where a resumed one
-        begins, right before that. Loaders call it by themselves. A checkpoint begins here when it is due."""
+        """In a loop without a `Loader`, or that draws at random before it asks one for a batch, or goes on to train on another
+        one: the place where a resumed one begins, right before that. Loaders call it by themselves. A checkpoint begins here
+        when it is due."""
         self._session.commit()
 
     def untimed(self) -> AbstractContextManager[None]:

@@ -112,3 +112,44 @@ def test_a_loop_that_draws_before_it_asks_for_a_batch_commits_before_it_draws(tm
         seed(4)
         found.append(mixed(tmp_path / f"{until}", 23, commits=commits) == whole)
     assert all(found) is commits, "the draw belongs to the step that it begins"
+
+
+def one_after_the_other(directory: Path, stop_after: int | None = None) -> tuple[int, int, str]:
+    """A loop over two loaders in each epoch, perhaps killed after an update: steps, updates in this launch, state."""
+    setup, first = Setup(), Setup(samples=24, seed=5).loader
+    updates = 0
+
+    def train(inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        nonlocal updates
+        setup.step(inputs, labels)
+        updates += 1
+        if updates == stop_after:
+            raise KeyboardInterrupt
+
+    with checkfreq.open(directory, every=1, keep=1, keep_epochs=True, first=first, **setup.objects) as run:
+        torch.rand(1)  # whatever draws before the loop, the run goes on where it was
+        for epoch in setup.loader.epochs(EPOCHS):
+            for _ in first.epochs(epoch + 1):
+                run.commit()
+                for batch in first:
+                    train(*batch)
+            run.commit()
+            for batch in setup.loader:
+                train(*batch)
+    return run.step, updates, setup.state() + repr(first.at)
+
+
+def test_two_loaders_that_are_trained_on_one_after_the_other_count_each_update(tmp_path: Path) -> None:
+    """A request of another loader ends no step by itself, for that may be a validation: the loop says that it is over."""
+    torch.manual_seed(3)
+    step, updates, whole = one_after_the_other(tmp_path / "whole")
+    assert step == updates == 8 * EPOCHS
+    kept = [int(found.name[5:14]) for found in sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))]
+    assert kept == [3, 8, 11, 16, 19, 24], "the ends of both loaders' epochs"
+    for stop_after in (2, 4, 6, 9):  # in an epoch, and right after one, of either loader
+        torch.manual_seed(3)
+        with pytest.raises(KeyboardInterrupt):
+            one_after_the_other(tmp_path / f"{stop_after}", stop_after)
+        torch.manual_seed(4)
+        step, _, resumed = one_after_the_other(tmp_path / f"{stop_after}")
+        assert (step, resumed) == (8 * EPOCHS, whole), stop_after
