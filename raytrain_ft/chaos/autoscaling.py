@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,7 +44,8 @@ class AutoscalingCluster(LocalCluster):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._monitor is not None:
-            self._end_autoscaler(self._monitor)
+            with suppress(psutil.NoSuchProcess):  # it has ended by itself
+                self._end_autoscaler(self._monitor)
             self._monitor = None
         super().__exit__(kind, error, trace)
         if self._config is not None:

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -65,19 +65,22 @@ class LocalCluster:
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
+        with ExitStack() as whatever_fails:
+            whatever_fails.callback(self._restore_environment)
+            if self._cluster is not None:
+                whatever_fails.callback(self._cluster.shutdown)
             ray.shutdown()
             for node_id in self.node_ids():
-                self.thaw_node(node_id)  # a frozen worker would not notice the end of its raylet
-            if self._cluster is not None:
-                self._cluster.shutdown()
-        finally:
-            for name, value in self._environment.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-            _refresh_authentication()
+                with suppress(psutil.NoSuchProcess):  # its raylet ends just now
+                    self.thaw_node(node_id)  # a frozen worker would not notice the end of its raylet
+
+    def _restore_environment(self) -> None:
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _refresh_authentication()
 
     def _head_options(self) -> dict[str, Any]:
         """Of Ray, for the head node, besides the usual ones."""

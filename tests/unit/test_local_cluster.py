@@ -6,6 +6,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from raytrain_ft.chaos import cluster, hosts
@@ -68,4 +69,21 @@ def test_nor_where_the_driver_cannot_connect(done: list[str], monkeypatch: pytes
     monkeypatch.setattr(cluster.ray, "init", refuse)
     with pytest.raises(ConnectionError), LocalCluster(1):
         pass
+    assert done[1:] == ["node", "node", "shutdown", "mine"]
+
+
+def test_a_node_that_ends_just_now_keeps_no_cluster_from_its_end(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its raylet lived when it was asked who does; others are thawed all the same."""
+    thawed: list[str] = []
+
+    def processes(self: LocalCluster, node_id: str) -> list[psutil.Process]:
+        thawed.append(node_id)
+        raise psutil.NoSuchProcess(NOBODY)
+
+    monkeypatch.setattr(cluster.ray, "init", lambda **about: None)
+    monkeypatch.setattr(LocalCluster, "node_ids", lambda self: ["n0", "n1"])
+    monkeypatch.setattr(LocalCluster, "processes", processes)
+    with LocalCluster(1):
+        pass
+    assert thawed == ["n0", "n1"]
     assert done[1:] == ["node", "node", "shutdown", "mine"]
