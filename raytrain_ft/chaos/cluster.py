@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 
 from raytrain_ft.chaos.faults import ChaosError
 from raytrain_ft.errors import ConfigError
@@ -36,6 +40,7 @@ class LocalCluster:
         self._cluster: Any = None
         self._nodes: list[Any] = []
         self._environment: dict[str, str | None] = {}
+        self._directory: str | None = None
 
     def __enter__(self) -> LocalCluster:
         if ray.is_initialized():
@@ -57,7 +62,9 @@ class LocalCluster:
         _refresh_authentication()
         from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        head: dict[str, Any] = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        head["temp_dir"] = get_default_ray_temp_dir()  # its logs are kept where those of any cluster are
+        self._hide_address()
         head["dashboard_agent_listen_port"] = None  # any: Ray's own choice may be that of another cluster on this machine
         self._cluster = Cluster()
         self._cluster.add_node(**head | self._head_options())
@@ -66,7 +73,7 @@ class LocalCluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with ExitStack() as whatever_fails:
-            whatever_fails.callback(self._restore_environment)
+            whatever_fails.callback(self._restore)
             if self._cluster is not None:
                 whatever_fails.callback(self._cluster.shutdown)
             ray.shutdown()
@@ -74,7 +81,18 @@ class LocalCluster:
                 with suppress(psutil.NoSuchProcess):  # its raylet ends just now
                     self.thaw_node(node_id)  # a frozen worker would not notice the end of its raylet
 
-    def _restore_environment(self) -> None:
+    def _hide_address(self) -> None:
+        """Ray writes where the cluster is into a file for everybody's `ray.init()`, and deletes that file in the end: those of
+        others on this machine would be sent here meanwhile, and not find their own cluster afterwards. So this process, and
+        those that it starts, have a file of their own. The link `session_latest` to the newest cluster's logs is still
+        everybody's."""
+        self._directory = tempfile.mkdtemp(prefix="raytrain_ft-cluster-")
+        self._set("RAY_TMPDIR", self._directory)
+        Path(get_default_ray_temp_dir()).mkdir()
+
+    def _restore(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
         for name, value in self._environment.items():
             if value is None:
                 os.environ.pop(name, None)

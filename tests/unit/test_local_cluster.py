@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from ray._common.utils import reset_ray_address
+from ray._private.utils import write_ray_address
 
 from raytrain_ft.chaos import cluster, hosts
 from raytrain_ft.chaos.cluster import LocalCluster
@@ -87,3 +90,33 @@ def test_a_node_that_ends_just_now_keeps_no_cluster_from_its_end(done: list[str]
         pass
     assert thawed == ["n0", "n1"]
     assert done[1:] == ["node", "node", "shutdown", "mine"]
+
+
+def test_whoever_else_is_on_this_machine_still_finds_his_own_cluster(
+    done: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray writes the address of a cluster into one file for all, and deletes that in the end."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    address, logs = tmp_path / "ray" / "ray_current_cluster", []
+    address.parent.mkdir()
+    address.write_text("10.0.0.9:6379")
+
+    class Cluster:
+        address = "10.0.0.1:6379"
+
+        def add_node(self, **about: Any) -> None:
+            logs.append(about.get("temp_dir"))
+            write_ray_address(self.address)
+
+        def shutdown(self) -> None:
+            reset_ray_address()
+
+    monkeypatch.setattr("ray.cluster_utils.Cluster", Cluster)
+    monkeypatch.setattr(cluster.ray, "init", lambda **about: None)
+    with LocalCluster(0):
+        own = Path(os.environ["RAY_TMPDIR"])
+        assert (own / "ray" / address.name).read_text() == Cluster.address
+        assert address.read_text() == "10.0.0.9:6379"
+    assert address.read_text() == "10.0.0.9:6379"
+    assert not own.exists()
+    assert logs == [str(address.parent)], "they are kept where those of any cluster are"
