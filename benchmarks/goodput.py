@@ -91,10 +91,12 @@ def scenario_of(name: str, seconds: float, kills: Sequence[float] = ()) -> Scena
     )
 
 
-def shares(played: Played, steps_per_s: float, window_s: float) -> list[float]:
-    """Of each stretch of so many seconds: steps committed / steps that the undisturbed run commits in that time."""
+def shares(played: Played, steps_per_s: float, run_s: float, window_s: float) -> list[float]:
+    """Of each stretch of `window_s`: steps committed / steps that the undisturbed run commits in that time. Only of the first
+    `run_s`, as of others: no kill is drawn for later, and a rest without any would make up for what they cost."""
     times, steps = commits(played)
-    marks = np.linspace(times[0], times[-1], max(2, round((times[-1] - times[0]) / window_s) + 1))
+    seconds = min(times[-1] - times[0], run_s)
+    marks = np.linspace(times[0], times[0] + seconds, max(2, round(seconds / window_s) + 1))
     reached = np.interp(marks, times, steps)
     return (np.diff(reached) / np.diff(marks) / steps_per_s).tolist()
 
@@ -136,7 +138,7 @@ def measure_ours(report: Report, lengths: Lengths, seed: int) -> None:
             paces.append(pace_of(report, ground, storage, lengths, len(paces)))
         report.noise_floor = max(paces) / min(paces) - 1.0
         for mtbf, played in runs.items():
-            lost += _add_share(report, mtbf, played, reference, float(np.median(paces)))
+            lost += _add_share(report, mtbf, played, reference, float(np.median(paces)), lengths.run_s)
     report.add("samples_lost", float(lost))
 
 
@@ -157,7 +159,7 @@ def finished(played: Played) -> Played:
     return played
 
 
-def _add_share(report: Report, mtbf: int, runs: Sequence[Played], reference: Played, steps_per_s: float) -> int:
+def _add_share(report: Report, mtbf: int, runs: Sequence[Played], reference: Played, steps_per_s: float, run_s: float) -> int:
     """Adds the share of these runs; returns the samples that their audits miss, promises that were broken included."""
     key, found, lost = f"committed_share_mtbf_{mtbf}", [], 0
     for played in runs:
@@ -165,9 +167,11 @@ def _add_share(report: Report, mtbf: int, runs: Sequence[Played], reference: Pla
         seconds = training_seconds(records, Clock.of(records, played.offsets))
         more = f"; {len(played.missed)} more were due when it ended" if played.missed else ""
         kills = f"{len(played.struck)} kills in {seconds:.1f} s, {committed(records)} steps{more}"
-        report.note(f"mean time between failures {mtbf} s: {kills}")
+        measured_s = min(seconds, run_s)
+        rest = f"; the share is of the first {run_s:g} s" if seconds > run_s else ""
+        report.note(f"mean time between failures {mtbf} s: {kills}{rest}")
         if played.error is None and seconds:
-            found += shares(played, steps_per_s, window_s=min(float(mtbf), seconds / 5))
+            found += shares(played, steps_per_s, run_s, window_s=min(float(mtbf), measured_s / 5))
         proof = audit(records)
         broken = [*proof.violations, *violations(records, played, reference)]
         for violation in broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -117,9 +118,20 @@ def test_the_undo_is_compared_with_its_step_at_each_size() -> None:
 def test_goodput_says_how_many_failures_could_not_strike(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("")
     report = Report("goodput", goodput.GOALS)
-    goodput._add_share(report, 15, [Played(path=tmp_path, missed=[3, 4])], Played(path=tmp_path), steps_per_s=1.0)
+    goodput._add_share(report, 15, [Played(path=tmp_path, missed=[3, 4])], Played(path=tmp_path), steps_per_s=1.0, run_s=30.0)
     assert "mean time between failures 15 s: 0 kills in 0.0 s, 0 steps; 2 more were due when it ended" in report._notes
     assert report.verdict("committed_share_mtbf_15") == "n/a"
+
+
+@pytest.mark.parametrize("seconds", [15, 40, 400])
+def test_what_is_left_of_training_is_measured_as_long_as_kills_are_drawn(seconds: int, tmp_path: Path) -> None:
+    """As with others: where a run goes on for longer, nobody dies there, and that makes up for nothing."""
+    commits = [(5.0 + at, at // 2 if at <= 30 else at - 15) for at in range(1, seconds + 1)]  # at half the pace for 30 s
+    records = [{"event": "State", "state": "RUNNING", "at": 5.0}]
+    records += [{"event": "StepsCommitted", "first_step": 0, "stop_step": step, "at": at} for at, step in commits]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = goodput.shares(Played(path=tmp_path), steps_per_s=1.0, run_s=30.0, window_s=6.0)
+    assert np.mean(found) == pytest.approx(0.5, abs=0.04)
 
 
 def test_all_are_struck_at_the_same_moments_and_each_run_at_others() -> None:
