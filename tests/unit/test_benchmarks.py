@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import checkfreq, exactness, forward, goodput, recovery, undo
+from benchmarks import checkfreq, exactness, forward, goodput, recovery, step_overhead, undo
 from benchmarks.harness import FEWEST, Report, median_ratio, p95_of, percentile, total_ratio
 from benchmarks.peers.kills import Kill
 from raytrain_ft.drill.played import Played
 from raytrain_ft.result import Result
 from raytrain_ft.storage.arrow import write_tensors
+from raytrain_ft.training.memory import STREAMING
 
 SKIPPED = "SKIPPED [11] tests/unit/test_crash_consistency.py:186: strace is not installed"
 
@@ -183,3 +184,7 @@ def test_a_step_again_is_one_that_nobody_had_in_hand() -> None:
     grown = [{"event": "Recovery", "lost": [], "detected": at + 1.0, "completes": False} for at, _ in told]
     records = [record for pair in zip(records, grown, strict=True) for record in pair]
     assert recovery.steps_again([quick, completed, slow], records, 100.0) == [0.42, 0.6, 0.7]
+
+
+def test_all_sides_of_a_step_write_large_copies_past_the_caches_as_ours_do() -> None:
+    assert step_overhead.EQUAL_TERMS.items() >= STREAMING.items()
