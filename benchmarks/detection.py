@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytrain_ft as ft
-from benchmarks.exactness import BUCKETS, Small
+from benchmarks.exactness import BUCKETS, Small, spin
 from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main, p95_of
 from benchmarks.ours import Run
 from raytrain_ft.chaos.hosts import HostCluster
@@ -180,12 +180,6 @@ class RayWatch:
 # ---------------------------------------------------------------- nobody is given up who lives
 
 
-def _spin() -> None:
-    os.nice(15 - os.nice(0))  # as Ray's workers
-    while True:
-        pass
-
-
 def _steps_of(run: Run) -> int:
     """How many steps a run has committed. Raises RuntimeError if it has ended."""
     account = run.status()
@@ -197,7 +191,7 @@ def _steps_of(run: Run) -> int:
 def measure_false_alarms(report: Report, seconds: float, others: list[dict[str, Any]]) -> None:
     """Nothing happens for so long but that more processes than there are cores want the CPU. `others`: alarms from before."""
     context = multiprocessing.get_context("spawn")
-    hogs = [context.Process(target=_spin, daemon=True) for _ in range(HOGS)]
+    hogs = [context.Process(target=spin, args=(os.getpid(),), daemon=True) for _ in range(HOGS)]
     with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory:
         run = start(directory, "calm", 10_000_000, num_spares=1)
         run.wait_for("a full world and a spare", is_ready)

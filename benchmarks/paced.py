@@ -174,7 +174,7 @@ def loop(preset: Preset, **settings: Any) -> Iterator[Loop]:
 THIEF = """
 import os, sys
 data = os.urandom(2**20) * 32
-while True:
+while os.getppid() == int(sys.argv[2]):  # who started it may be killed before it ends this
     with open(sys.argv[1], "wb") as file:
         file.write(data)
         file.flush()
@@ -187,7 +187,8 @@ def second_writer(count: int = 1) -> Iterator[None]:
     """Other jobs that write and fsync all the time, to the same disk."""
     with tempfile.TemporaryDirectory(prefix="thief-", dir=os.environ.get("BENCH_DIR")) as directory:
         files = (str(Path(directory) / f"{number}") for number in itertools.count())
-        thieves = [subprocess.Popen([sys.executable, "-c", THIEF, next(files)]) for _ in range(count)]
+        mine = str(os.getpid())
+        thieves = [subprocess.Popen([sys.executable, "-c", THIEF, next(files), mine]) for _ in range(count)]
         try:
             yield
         finally:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
-from benchmarks import checkfreq, exactness, forward, goodput, recovery, step_overhead, undo
+from benchmarks import checkfreq, exactness, forward, goodput, paced, recovery, step_overhead, undo
 from benchmarks.harness import FEWEST, Report, median_ratio, p95_of, percentile, total_ratio
 from benchmarks.peers.kills import Kill
 from raytrain_ft.drill.played import Played
@@ -188,3 +192,36 @@ def test_a_step_again_is_one_that_nobody_had_in_hand() -> None:
 
 def test_all_sides_of_a_step_write_large_copies_past_the_caches_as_ours_do() -> None:
     assert step_overhead.EQUAL_TERMS.items() >= STREAMING.items()
+
+
+STARTER = """
+import os, subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", *sys.argv[1:], str(os.getpid())]).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_who_keeps_the_disk_busy_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    file = tmp_path / "written"
+    with subprocess.Popen([sys.executable, "-c", STARTER, paced.THIEF, str(file)], stdout=subprocess.PIPE) as starter:
+        assert starter.stdout is not None
+        thief = psutil.Process(int(starter.stdout.readline()))
+        try:
+            deadline = time.monotonic() + 30
+            while not file.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert file.exists(), "it goes on as long as that lives"
+            starter.kill()
+            thief.wait(30)
+        finally:
+            starter.kill()
+            if thief.is_running():
+                thief.kill()
+
+
+def test_who_keeps_a_processor_busy_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = iter([5, 5, 5, 1])
+    monkeypatch.setattr(exactness.os, "nice", lambda more: 0)
+    monkeypatch.setattr(exactness.os, "getppid", lambda: next(parents))
+    exactness.spin(5)
+    assert list(parents) == [], "it went on as long as that lived"
