@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytrain_ft as ft
@@ -144,7 +144,7 @@ class RayWatch:
     """Nodes without a worker of ours that are struck in the same ways, to see when Ray tells of it.
 
     Attributes:
-        seconds: of each kind, until a call to an actor there failed.
+        seconds: of each kind, until a call to an actor there failed; without those of which Ray told nothing in `RAY_WAITS_S`.
     """
 
     def __init__(self, cluster: HostCluster) -> None:
@@ -168,13 +168,19 @@ class RayWatch:
         strike(self._cluster, kind, self._nodes[kind])
         try:
             ray.get(call, timeout=RAY_WAITS_S)
+        except GetTimeoutError:  # a RayError, too: it has told nothing
+            return
         except RayError:
             self.seconds[kind] = time.monotonic() - struck
 
     def wait(self) -> None:
-        """Until Ray has told of all."""
+        """Until Ray has told of all, or was waited for long enough."""
         for thread in self._threads:
             thread.join()
+
+    def __str__(self) -> str:
+        nothing = f"nothing within {RAY_WAITS_S:g} s"
+        return ", ".join(f"{kind} {f'{self.seconds[kind]:.1f} s' if kind in self.seconds else nothing}" for kind in KINDS)
 
 
 # ---------------------------------------------------------------- nobody is given up who lives
@@ -266,8 +272,7 @@ def run(options: Options) -> Report:
         ray_s = RayWatch(cluster)
         others = measure_losses(report, cluster, 3 if options.quick else 20, options.seed)
         ray_s.wait()
-        told = ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in ray_s.seconds.items())
-        report.note(f"Ray's own time until a call under way failed: {told}")
+        report.note(f"Ray's own time until a call under way failed: {ray_s}")
         if "unplugged" in ray_s.seconds:
             report.add("ray_unplugged_s", ray_s.seconds["unplugged"])
         else:

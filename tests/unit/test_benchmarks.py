@@ -7,13 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from ray.exceptions import GetTimeoutError, RayError
 
-from benchmarks import checkfreq, exactness, forward, goodput, paced, recovery, step_overhead, undo
+from benchmarks import checkfreq, detection, exactness, forward, goodput, paced, recovery, step_overhead, undo
 from benchmarks.harness import FEWEST, Report, median_ratio, p95_of, percentile, total_ratio
 from benchmarks.peers.kills import Kill
 from raytrain_ft.drill.played import Played
@@ -225,3 +228,27 @@ def test_who_keeps_a_processor_busy_does_too(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(exactness.os, "getppid", lambda: next(parents))
     exactness.spin(5)
     assert list(parents) == [], "it went on as long as that lived"
+
+
+def test_what_ray_does_not_tell_of_is_no_time_in_which_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer to a call that was waited for too long is one of its errors, too."""
+    answers = {"unplugged": GetTimeoutError(), "frozen_node": RayError(), "killed_raylet": RayError()}
+
+    def get(asked: str | list[str], timeout: float) -> None:
+        if isinstance(asked, str):
+            raise answers[asked]
+
+    def actor(kind: str) -> SimpleNamespace:
+        ready, rest = (SimpleNamespace(remote=lambda said=said: said) for said in ("ready", kind))
+        return SimpleNamespace(__ray_ready__=ready, rest=rest)
+
+    kinds = iter(detection.KINDS)
+    remote = SimpleNamespace(options=lambda **about: SimpleNamespace(remote=lambda: actor(next(kinds))))
+    cluster: Any = SimpleNamespace(**dict.fromkeys(("unplug", "freeze_node", "kill_node"), lambda node: None))
+    cluster.add_node = lambda: "0" * 56
+    monkeypatch.setattr(detection, "ray", SimpleNamespace(remote=lambda kind: remote, get=get))
+    monkeypatch.setattr(detection.time, "sleep", lambda seconds: None)
+    watch = detection.RayWatch(cluster)
+    watch.wait()
+    assert watch.seconds.keys() == {"frozen_node", "killed_raylet"}
+    assert str(watch) == "unplugged nothing within 150 s, frozen_node 0.0 s, killed_raylet 0.0 s"
