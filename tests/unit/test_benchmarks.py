@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 import time
@@ -163,14 +164,17 @@ def test_the_mean_of_stretches_is_judged_with_their_spread() -> None:
     assert checkfreq.error_points([-0.3] * 5, bound=False).high == 0.0
 
 
-def test_what_is_not_a_number_is_no_small_distance(tmp_path: Path) -> None:
-    files = []
+def test_what_is_not_a_number_is_no_small_distance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the benchmark nor in the demo."""
+    monkeypatch.setitem(sys.modules, "train_digits", SimpleNamespace(Digits=object, accuracy=None))
+    demo, files = runpy.run_path(str(Path(__file__).parents[2] / "jobs" / "demo.py")), []
     for name, value in (("ours", float("nan")), ("theirs", 1.0)):
         files.append(str(tmp_path / f"{name}.arrow"))
         write_tensors(files[-1], {"a": torch.ones(3), "b": torch.full((3,), value)}, {})
     ours, theirs = (Result({}, "", final_state=file) for file in files)
-    assert exactness.distance(theirs, theirs) == 0.0
-    assert not exactness.distance(ours, theirs) <= 1e-5
+    for distance in (exactness.distance, demo["distance"]):
+        assert distance(theirs, theirs) == 0.0
+        assert not distance(ours, theirs) <= 1e-5
 
 
 def test_a_run_that_was_not_struck_is_no_killed_run(tmp_path: Path) -> None:
