@@ -58,7 +58,8 @@ def _last_line(report: Report) -> str:
 
 
 def _tables(report: Report) -> list[tuple[str, Sequence[str], Rows]]:
-    checks = [[check.name, check.wanted, check.found, "kept" if check.kept else "NOT KEPT"] for check in report.checks]
+    kept = {True: "kept", False: "NOT KEPT", None: ""}
+    checks = [[check.name, check.wanted, check.found, kept[check.kept]] for check in report.checks]
     kinds = [
         [kind.cause, kind.strategy, kind.guarantee, str(kind.count), _time(kind.pause.p50), _time(kind.pause.p95)]
         for kind in report.recoveries

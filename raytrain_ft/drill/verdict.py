@@ -20,12 +20,7 @@ def verdict(report: Report, scenario: Scenario) -> tuple[Check, ...]:
             found=f"{report.steps} steps" + (f"; {report.failure.splitlines()[0][:160]}" if report.failure else ""),
             kept=not report.failure and report.steps == report.max_steps,
         ),
-        Check(
-            name="promises kept",
-            wanted="no violation",
-            found=next(iter(report.violations), "not checked: the run failed" if report.failure else "no violation"),
-            kept=not report.violations and not report.failure,
-        ),
+        _promises(report),
         _struck(report, scenario),
         _most("samples lost", wanted.samples_lost, report.samples_lost, "{:g}"),
     ]
@@ -49,6 +44,19 @@ def verdict(report: Report, scenario: Scenario) -> tuple[Check, ...]:
         kept = weakest(report.guarantee, wanted.guarantee) == wanted.guarantee
         checks.append(Check(name="guarantee", wanted=f"{wanted.guarantee} or stronger", found=report.guarantee, kept=kept))
     return tuple(checks)
+
+
+def _promises(report: Report) -> Check:
+    """As the records show."""
+    if report.violations:
+        found, kept = report.violations[0], False
+    elif report.failure:
+        found, kept = "not checked: the run failed", False
+    elif report.unchecked:
+        found, kept = f"not checked: {report.unchecked}", None
+    else:
+        found, kept = "no violation", True
+    return Check(name="promises kept", wanted="no violation", found=found, kept=kept)
 
 
 def _struck(report: Report, scenario: Scenario) -> Check:

@@ -420,6 +420,14 @@ def test_the_simulator_strikes_at_every_phase_of_a_step(phase: str, tmp_path: Pa
     assert (outcome.finished, outcome.failures) == (True, 1)
 
 
+def test_a_simulated_drill_does_not_say_that_promises_were_kept_which_nobody_checked(tmp_path: Path) -> None:
+    """It passes by its thresholds all the same."""
+    report = rehearse(scenario(tmp_path, SIMULATED + "  - {action: kill, who: {rank: 1}, when: {step: 3}}\n"))
+    (check,) = [check for check in report.checks if check.name == "promises kept"]
+    assert (check.found, check.kept, report.passed) == ("not checked: there are no records", None, True)
+    assert "| promises kept | no violation | not checked: there are no records |  |" in markdown(report)
+
+
 def test_a_simulated_run_that_fails_makes_no_goodput_and_no_prediction(tmp_path: Path) -> None:
     """The only node of its kind is lost at step 50 of 1000, and there is no other."""
     head = SIMULATED.replace("spares: 1\nnodes: 8", "spares: 0\nnodes: 4\nstrategy: lossy\nreplacement_timeout: 60")
