@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,10 @@ EARLY_S = 0.05
 """By how much a sign may seem to come before its strike: clocks are compared by messages."""
 LETHAL = ("kill", "kill_node", "exit")
 """Actions after which who was struck is gone, whatever comes then."""
+SILENT = ("freeze", "unplug")
+"""Actions after which nothing is heard of who was struck, until they are over."""
+SILENCE_S = 5.0
+"""For how long, before that must have been noticed: several times the heartbeat's timeout and the probe's, 1.2 s together."""
 SIGNS = ("WorkerLost", "Noticed")
 """Events that say that a member was struck."""
 Records = list[dict[str, Any]]
@@ -63,13 +67,18 @@ class Clock:
 
 def training_seconds(records: Records, clock: Clock) -> float:
     """From the first step to the end, without the start of the workers."""
-    states = [record for record in records if record["event"] == "State"]
-    began = next((record["at"] for record in states if record["state"] == State.RUNNING), None)
-    if began is None:
-        return 0.0
-    over = ENDED | {State.SHUTTING_DOWN}
-    ended = next((record["at"] for record in states if record["state"] in over), records[-1].get("at", began))
-    return clock.real(ended) - clock.real(began)
+    began = _first(records, {State.RUNNING})
+    return 0.0 if began is None else _end(records, clock) - clock.real(began)
+
+
+def _first(records: Records, states: Set[State]) -> float | None:
+    return next((record["at"] for record in records if record["event"] == "State" and record["state"] in states), None)
+
+
+def _end(records: Records, clock: Clock) -> float:
+    """When training was over, or was last heard of."""
+    ended = _first(records, ENDED | {State.SHUTTING_DOWN})
+    return clock.real(max((record.get("at", 0.0) for record in records), default=0.0) if ended is None else ended)
 
 
 def recoveries_of(records: Records, clock: Clock | None = None) -> list[Recovery]:
@@ -157,7 +166,7 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
         undisturbed_s=calm_seconds,
         goodput=steps / expected if expected else 0.0,
         strikes=strikes,
-        unnoticed=_unnoticed(played.struck, noticed, recoveries),
+        unnoticed=_unnoticed(_fatal(played.struck, scenario, _end(records, clock)), noticed, recoveries),
         missed=tuple(played.missed),
         absent=tuple(played.absent),
         dropped=played.dropped,
@@ -195,10 +204,19 @@ def guilty(struck: Sequence[Struck], noticed: dict[str, float]) -> list[set[str]
     return found
 
 
+def _fatal(struck: Sequence[Struck], scenario: Scenario, end: float) -> list[Struck]:
+    """The strikes whose victims must have been given up before this time: they were gone, or silent for long enough."""
+
+    def is_silent(one: Struck) -> bool:
+        return one.action in SILENT and end - one.at > SILENCE_S and scenario.events[one.event].lasts is None
+
+    return [one for one in struck if one.action in LETHAL or is_silent(one)]
+
+
 def _unnoticed(struck: Sequence[Struck], noticed: dict[str, float], recoveries: Sequence[Recovery]) -> tuple[int, ...]:
-    """The events that took somebody of whose end the records say nothing. Nobody keeps account of supervisors there."""
+    """The events among these of whose victims the records say nothing. Nobody keeps account of supervisors there."""
     known = {"supervisor", *noticed, *(member for recovery in recoveries for member in (*recovery.lost, *recovery.left))}
-    return tuple(sorted({one.event for one in struck if one.action in LETHAL and not known.issuperset(one.members)}))
+    return tuple(sorted({one.event for one in struck if not known.issuperset(one.members)}))
 
 
 def _followed(struck: Struck, members: set[str], noticed: dict[str, float], recoveries: list[Recovery]) -> Strike:

@@ -76,8 +76,8 @@ class Report:
         goodput: steps committed, as a share of what the undisturbed run would have made in the same time.
         incomparable: why the undisturbed run is no measure of goodput and of the final state; "" if it is.
         strikes: all that was done. missed: numbers of the events that did not come about. absent: of those at random that never
-            came. dropped: how often an event at random came when it could not strike. unnoticed: events that took somebody of
-            whose end the records say nothing.
+            came. dropped: how often an event at random came when it could not strike. unnoticed: events that took somebody,
+            or silenced him for good, of whose end the records say nothing.
         recoveries: by cause, strategy and guarantee. detection, pauses: see `Strike`; pauses are of all recoveries, those
             without a strike included.
         guarantee: the weakest that a recovery kept. bit_equal: whether the final state is the undisturbed run's; None if one

@@ -438,6 +438,22 @@ def test_promises_of_a_run_that_failed_were_not_checked(tmp_path: Path) -> None:
 GREW = Recovery("another node came", "Ray", guarantee=Guarantee.ROUNDING, world_before=2, world_after=4)
 
 
+@pytest.mark.parametrize("action", ["freeze", "unplug"])
+@pytest.mark.parametrize(("lasts", "at", "kept"), [(None, 3.0, False), (None, 29.0, True), (2.0, 3.0, True)])
+def test_who_falls_silent_for_good_must_be_noticed(
+    action: Any, lasts: float | None, at: float, kept: bool, tmp_path: Path
+) -> None:
+    """Unless the run ends before anybody could; a spare, for example, for whom nobody waits."""
+    states = {"RUNNING": 1.0, "SHUTTING_DOWN": 30.0, "FINISHED": 40.0}
+    records = [{"event": "State", "at": since, "state": state, "incarnation": 1} for state, since in states.items()]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    asked = scenario(Event(action=action, who=Who(role="spare"), when=When(seconds=2.0), lasts=lasts))
+    asked = asked.model_copy(update={"pass_if": Thresholds(detection_p95=1.0)})
+    played = Played(path=tmp_path, struck=[Struck(event=0, action=action, at=at, step=3, members=("w2",))])
+    (check,) = [one for one in verdict(measure(asked, "nowhere", played, played), asked) if one.name == "detection p95"]
+    assert (check.found, check.kept) == ("none" if kept else "none; never noticed: events.0", kept)
+
+
 @pytest.mark.parametrize(
     ("calm", "grew", "struck", "why"),
     [
