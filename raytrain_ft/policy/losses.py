@@ -110,18 +110,18 @@ def _strangers(run: RunState, noticed_by: str) -> list[str]:
 
 
 def _is_newcomer(run: RunState, member: str) -> bool:
-    """Whether it has not trained yet, and is about to get what that takes, or in the midst of its first step."""
-    if run.state == State.RESUME:
-        return member in run.newcomers
-    joins = run.state in (State.REPLACE, State.REBUILD) and member in run.joining
-    return joins and (member not in run.world or member in run.newcomers)
+    """Whether it has not trained yet, and is about to get what that takes, or in the midst of its first step; or was when the
+    recovery under way began: what two of them lack on one node, the second tells when the first is lost already."""
+    joins = member in run.joining and member not in run.world
+    return run.state in RECOVERING and (joins or member in run.newcomers)
 
 
 def on_task_failed(run: RunState, event: m.TaskFailed) -> list[c.Command]:
     starts = run.members.get(event.member) == MemberState.STARTING
     if run.world and (starts or _is_newcomer(run, event.member)) and event.kind != "non_finite":
         # The same could be done elsewhere, and those who train need not end for a node that lacks something.
-        what = "it failed in its first step" if run.state == State.RESUME and not starts else "it could not be set up"
+        trains = event.member in run.newcomers and event.incarnation is None  # a command that it cannot do is of one
+        what = "it failed in its first step" if trains else "it could not be set up"
         cause = f"{what}: {event.message}"
         lost = m.WorkerLost(at=event.at, member=event.member, cause=cause, noticed_by="supervisor")
         return _lose(run, [event.member], lost, avoid=True)

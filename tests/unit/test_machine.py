@@ -243,6 +243,31 @@ def test_a_newcomer_that_fails_in_its_first_step_ends_no_run(kind: Any) -> None:
     assert story.run.failure is not None, "its node lacks nothing"
 
 
+@pytest.mark.parametrize("then", ["in FENCE", "in REPLACE", "after another was lost"])
+def test_two_newcomers_that_fail_in_the_same_first_step_end_no_run(then: str) -> None:
+    """They are on one node, which lacks what only the first forward pass needs. The second says so when the recovery from the
+    first has begun; or when another is lost."""
+    story = running(2, max_workers=4, min_workers=2, slots=2)
+    story.tell(m.CapacityChanged(slots=4))
+    story.started("w2", "w3").tell(*(m.Stopped(member=one, incarnation=1, step=1) for one in ("w0", "w1")))
+    story.fenced("w0", "w1", step=1)
+    story.reconciled("w0", "w1", "w2", "w3", empty=["w2", "w3"]).filled("w0", "w1", "w2", "w3")
+    assert (story.run.state, story.run.newcomers) == (State.RESUME, {"w2", "w3"})
+    failed = m.TaskFailed(member="w3", rank=3, step=1, kind="task", message="no such file")
+    story.lost("w2") if then == "after another was lost" else story.tell(replace(failed, member="w2", rank=2))
+    assert story.run.state == State.FENCE
+    if then == "in REPLACE":
+        story.fenced("w0", "w1", "w3", step=1)
+        assert (story.run.state, story.run.joining) == (State.REPLACE, ()), "a fourth is waited for"
+    assert of(story.tell(failed), c.Kill) == [c.Kill("w3", avoid=True)]
+    assert (story.run.failure, story.run.recoveries[-1].lost) == (None, ["w2", "w3"])
+    lost = story.run.roster.gone["w3"]
+    assert lost is not None
+    assert lost.cause == "it failed in its first step: no such file"
+    story.tell(replace(failed, member="w0", rank=0))
+    assert story.run.failure is not None, "it is the task"
+
+
 def joining_in_vain(noticed_by: str, **rules: Any) -> Story:
     """Two train, and are joined by a third, with which no group can be built."""
     story = running(2, max_workers=3, slots=2, **rules)
