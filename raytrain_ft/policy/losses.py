@@ -15,7 +15,7 @@ IN_VAIN = 3
 """Recoveries in a row without a step after which a worker that is new, and says that it cannot join, is the reason perhaps."""
 COMPUTING = TRAINING | {State.REPLACE, State.REBUILD}
 """Where a loss may turn out not to be finite: a recovery completes steps, too."""
-AT_WORK = TRAINING | RECOVERING
+AT_WORK = TRAINING | RECOVERING | {State.SHUTTING_DOWN}
 """Where who fails on a node that is about to go is lost like any other."""
 
 
@@ -127,7 +127,8 @@ def on_task_failed(run: RunState, event: m.TaskFailed) -> list[c.Command]:
         return _lose(run, [event.member], lost, avoid=True)
     if event.kind in ("task", "storage") and event.member in run.leaving and run.state in AT_WORK:
         # Perhaps its node takes its disks or its network away first: from all who are there, and the second of them says so
-        # when the recovery has begun; or from who is to hand its state over. Is it the task, one elsewhere will say so too.
+        # when the recovery has begun; from who is to hand its state over, or saves the final one. Is it the task, one elsewhere
+        # will say so too.
         cause = f"it failed on a node that is about to be taken away: {event.message}"
         return _lose(run, [event.member], m.WorkerLost(at=event.at, member=event.member, cause=cause, noticed_by="supervisor"))
     if event.kind == "non_finite" and run.rules.roll_back and event.step not in run.rolled_back and run.state in COMPUTING:

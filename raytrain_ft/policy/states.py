@@ -93,7 +93,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.TaskFailed: {S.SCHEDULING: {S.ERRORED}}
     | {state: {state, S.ERRORED} for state in LIVE - {S.SCHEDULING}}
     | {state: {state, S.FENCE, S.ERRORED} for state in (S.REPLACE, S.REBUILD)}
-    | {state: {state, S.FENCE, S.REPLACE, S.ERRORED} for state in TRAINING | {S.FENCE}},
+    | {state: {state, S.FENCE, S.REPLACE, S.ERRORED} for state in TRAINING | {S.FENCE, S.SHUTTING_DOWN}},
     m.TimerFired: _stay(TRAINING)
     | {
         S.RUNNING: {S.RUNNING, S.RESIZING},

@@ -434,7 +434,11 @@ class Cluster:
         self._post(m.Checkpointed(member=worker.member, incarnation=incarnation))
 
     def _save(self, worker: Worker, incarnation: int) -> None:
-        """Told late, perhaps, of an incarnation that is over."""
+        """Told late, perhaps, of an incarnation that is over. A node that is about to go may lose its storage first."""
+        if worker.member in self.run.leaving and incarnation % 2:
+            about = {"rank": None, "step": worker.step, "kind": "storage", "message": "stale file handle"}
+            self._post(m.TaskFailed(member=worker.member, **about))
+            return
         self._post(m.Saved(member=worker.member, incarnation=incarnation, path=f"step {worker.step}"))
 
     def _tell_of_checkpoint(self, worker: Worker, error: str) -> None:

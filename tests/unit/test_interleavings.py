@@ -29,6 +29,7 @@ REASONS = {
     "NonFiniteLossError",
     "RecoveryError",
     "RetryBudgetError",
+    "StorageError",
     "TaskError",
     "UndoRefusedError",
 }

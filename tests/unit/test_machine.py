@@ -838,6 +838,28 @@ def test_who_cannot_hand_its_state_over_is_lost_as_if_it_had_died() -> None:
     assert of(story.said, c.FindCheckpoints) == [c.FindCheckpoints(story.run.incarnation)]
 
 
+def test_who_cannot_save_the_final_state_on_a_node_that_is_about_to_go_leaves_that_to_another() -> None:
+    """The mount of its storage goes before its processes do. If it fails elsewhere, too, it is the storage."""
+    story = running(2)
+    story.tell(told("w0"))
+    story.completed()
+    failed: dict[str, Any] = {"rank": None, "step": 100, "kind": "storage", "message": "final.arrow could not be written"}
+    assert of(story.tell(m.TaskFailed(member="w0", **failed)), c.Save) == [c.Save(("w1",), ("w0", "w1"), 1)]
+    assert (story.run.state, story.run.failure) == (State.SHUTTING_DOWN, None)
+    story.tell(m.TaskFailed(member="w1", **failed))
+    assert story.run.failure == ("StorageError", "rank 1 (w1), step 100: final.arrow could not be written")
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_the_only_one_who_cannot_save_a_stage_is_replaced_before_it_is_saved(left: bool) -> None:
+    """`left`: another stage has its worker still."""
+    story = running(2 if left else 1, stages=2 if left else 1, min_workers=2 if left else 1, checkpoints=True)
+    story.tell(told("w0"))
+    story.completed()
+    story.tell(m.TaskFailed(member="w0", rank=None, step=100, kind="storage", message="stale file handle"))
+    assert (story.run.state, story.run.failure) == (State.FENCE if left else State.REPLACE, None)
+
+
 def test_what_was_committed_before_everybody_went_back_is_no_progress() -> None:
     story = running(2, spares=1, checkpoints=True, strategy="checkpoint").started("w2")
     story.tell(
