@@ -28,7 +28,12 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool
     savers = run.savers()
     leaving.lapse(run, event.at)
     preempted = {member: event.preempted or member in run.leaving for member in members}  # the end of a notice is no failure
-    was = {member: run.roster.lose(member, replace(event, preempted=preempted[member])) for member in members}
+    was = {
+        member: run.roster.lose(member, replace(event, preempted=preempted[member]), trained=_has_trained(run, member))
+        for member in members
+    }
+    if avoid:
+        run.roster.could_not_join([member for member in members if was[member] != MemberState.STARTING], event.cause)
     for member in members:
         leaving.forget(run, member)
         if was[member] not in (MemberState.ACTIVE, MemberState.LEAVING) and member not in run.world:
@@ -45,7 +50,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool
         return kills + run.fail("RetryBudgetError", exhausted)
     if not working:
         return kills + _go_on_without(run, members, event.cause)
-    _excuse(run, working)
+    _excuse(run, working, avoid=avoid)
     go_on = phases.take_stock if run.state == State.FENCE else phases.fence
     return kills + go_on(run, event.at)
 
@@ -59,11 +64,13 @@ def _go_on_without(run: RunState, members: list[str], cause: str) -> list[c.Comm
     return commands
 
 
-def _excuse(run: RunState, members: list[str]) -> None:
+def _excuse(run: RunState, members: list[str], *, avoid: bool) -> None:
     """A recovery in the midst of which one who had trained is lost was not in vain: the nodes of a zone rarely go at once. This
-    has an end, for those who have trained are only so many; and a step that brings its workers down is reached each time."""
+    has an end, for those who have trained are only so many; and a step that brings its workers down is reached each time.
+    Nor was one that a newcomer broke off that the others can do without: `Roster` counts how often somebody else is tried."""
     broken_off = run.state in (State.REPLACE, State.REBUILD) or (run.state == State.FENCE and run.seated != run.world)
-    if broken_off and any(member in run.world and member not in run.newcomers for member in members):
+    by_newcomers = avoid and run.state != State.FENCE  # of several who fail together, the first has broken it off
+    if by_newcomers or (broken_off and any(_has_trained(run, member) for member in members)):
         run.fruitless = max(0, run.fruitless - 1)
 
 
@@ -80,6 +87,10 @@ def _count_lost(run: RunState, trainers: list[str], preempted: dict[str, bool], 
     recovery.lost += trainers
     exhausted = [words for words in [run.roster.charge(preempted[member]) for member in trainers] if words]
     return f"{exhausted[-1]}; last cause: {event.cause}" if exhausted else ""
+
+
+def _has_trained(run: RunState, member: str) -> bool:
+    return member in run.world and member not in run.newcomers
 
 
 def on_cause_found(run: RunState, event: m.CauseFound) -> list[c.Command]:

@@ -27,6 +27,8 @@ def on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[c.Command
         return []  # a step that a recovery completed, for example: its time says nothing
     run.longest_step = max(event.longest_s, (FORGETTING_SLOWLY if is_first else 1.0) * run.longest_step)
     run.long_step = max(event.longest_s, FORGETTING * run.long_step)
+    if run.newcomers:
+        run.roster.join_failures = 0
     run.fruitless, run.help_left, run.slow_replays, run.newcomers = 0, MOST_HELPED, 0, frozenset()
     if run.state != State.RESUME:
         return []

@@ -104,7 +104,9 @@ class Roster:
         leaving: members that will be gone soon; their places do not count.
         start_failures: rounds of starts in a row of which no worker became ready. Workers that were started together and
             are lost together, with their node perhaps, are one round.
-        in_vain: why the last one that was started did not become ready; empty if one has become so since.
+        join_failures: the same of newcomers: rounds of those who became ready, and failed as they joined others who had trained
+            or in their first step. That somebody becomes ready does not end such a row: one of them must do a step.
+        in_vain: why the last one that was started did not become ready, or failed then; empty if one has become so since.
     """
 
     rules: Rules
@@ -115,9 +117,11 @@ class Roster:
     last_resort: int = 0
     leaving: frozenset[str] = frozenset()
     start_failures: int = 0
+    join_failures: int = 0
     in_vain: str = ""
     _started: int = 0
     _round_began: int = 0
+    _joins_began: int = 0
     _failures: int = 0
     _preemptions: int = 0
 
@@ -176,13 +180,13 @@ class Roster:
         return member
 
     def cannot_start(self) -> bool:
-        """Whether starts failed so often that trying again is no use until the cluster changes."""
-        return self.start_failures >= self.rules.max_start_failures
+        """Whether starts failed so often, or who was started, that trying again is no use until the cluster changes."""
+        return max(self.start_failures, self.join_failures) >= self.rules.max_start_failures
 
     def resized(self, slots: int, last_resort: int = 0) -> None:
         """The cluster can host so many workers now, and so many more as a last resort."""
         if slots > (self.slots or 0):
-            self.start_failures = 0
+            self.start_failures = self.join_failures = 0
         self.slots, self.last_resort = slots, last_resort
 
     def ready(self, member: str, node: str = "") -> None:
@@ -192,8 +196,15 @@ class Roster:
         self.members[member] = MemberState.SPARE
         self.start_failures, self.in_vain = 0, ""
 
-    def lose(self, member: str, how: m.WorkerLost | None) -> MemberState:
-        """Strikes a member off; returns what it was. `how`: see `gone`."""
+    def could_not_join(self, members: list[str], why: str) -> None:
+        """These newcomers are of no use where they were."""
+        self.in_vain = why
+        if any(int(member[1:]) >= self._joins_began for member in members):
+            self.join_failures += 1
+            self._joins_began = self._started
+
+    def lose(self, member: str, how: m.WorkerLost | None, *, trained: bool = True) -> MemberState:
+        """Strikes a member off; returns what it was. `how`: see `gone`. `trained`: whether it has done a step, if it worked."""
         was = self.members.pop(member)
         self.nodes.pop(member, None)
         self.gone[member] = how
@@ -204,6 +215,8 @@ class Roster:
                 self._round_began = self._started
         elif was in (MemberState.ACTIVE, MemberState.LEAVING):
             self.start_failures = 0  # a place is free that was not when those starts failed
+            if trained:
+                self.join_failures = 0  # and one that was of use
         return was
 
     def charge(self, preempted: bool) -> str:

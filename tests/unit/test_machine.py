@@ -268,6 +268,74 @@ def test_two_newcomers_that_fail_in_the_same_first_step_end_no_run(then: str) ->
     assert story.run.failure is not None, "it is the task"
 
 
+def first_step(story: Story) -> Story:
+    """The world comes together, and trains."""
+    newcomers = [one for one in story.run.joining if one not in story.run.survivors]
+    return story.reconciled(*story.run.joining, empty=newcomers).filled(*(story.run.joining if newcomers else ()))
+
+
+def failing_newcomers(workers: int, **rules: Any) -> tuple[Story, int]:
+    """Two train, and the others are on a node where nobody comes to the end of its first step: one after the other says so.
+    Returns how many have tried as well, when no more do, the run has ended, or there is no end of it."""
+    story, tried = running(2, min_workers=2, max_workers=workers, slots=2, **rules), 0
+    story.tell(m.CapacityChanged(slots=workers))
+    run = story.run
+    while tried < 60 and run.state != State.ERRORED and (run.state != State.RUNNING or len(run.members) > 2):
+        story.started(*run.roster.of(MemberState.STARTING))
+        match run.state:
+            case State.RESIZING:
+                story.tell(*(m.Stopped(member=one, incarnation=run.incarnation, step=run.step) for one in run.world))
+            case State.FENCE:
+                story.fenced(*run.roster.taking_part(), step=run.step)
+            case State.REPLACE:
+                first_step(story)
+            case State.RESUME if run.newcomers:
+                tried += 1
+                about: dict[str, Any] = {"rank": 2, "step": run.step, "kind": "task", "message": "no such file"}
+                story.tell(m.TaskFailed(member=min(run.newcomers), **about))
+            case _:
+                story.committed(run.step)
+    return story, tried
+
+
+@pytest.mark.parametrize("workers", [3, 6])
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("fruitless", [10, 2])
+def test_newcomers_that_fail_in_their_first_step_are_not_tried_for_ever(workers: int, wait: bool, fruitless: int) -> None:
+    """Their node lacks something, and there is no other: those who trained go on, and are not held up again and again."""
+    story, tried = failing_newcomers(workers, wait_for_replacement=wait, max_fruitless_recoveries=fruitless)
+    assert (story.run.state, story.run.failure, story.run.world) == (State.RUNNING, None, ("w0", "w1"))
+    assert tried >= 5, "as many rounds as of starts in vain"
+    assert tried <= 5 * (workers - 2)
+    assert of(story.tell(m.CapacityChanged(slots=workers + 1)), c.StartWorker), "another node came"
+
+
+def test_that_newcomers_failed_is_forgotten_once_who_trained_is_lost_or_another_does_a_step() -> None:
+    """A place is free then that was of use."""
+    story, _ = failing_newcomers(3)
+    assert of(story.lost("w1").fenced("w0", step=2).said, c.StartWorker)
+    story.started(*story.run.roster.of(MemberState.STARTING))
+    assert first_step(story).run.newcomers
+    story.tell(m.TaskFailed(member=min(story.run.newcomers), rank=2, step=2, kind="task", message="no such file"))
+    story.fenced(*story.run.roster.taking_part(), step=2).started(*story.run.roster.of(MemberState.STARTING))
+    assert story.run.roster.join_failures == 1
+    assert first_step(story).committed(2).run.state == State.RUNNING
+    assert story.run.roster.join_failures == 0
+
+
+def test_a_run_that_needs_who_cannot_do_a_first_step_ends_and_says_why() -> None:
+    story = running(2, min_workers=2).lost("w1").fenced("w0")
+    while story.run.roster.any_starting():
+        (new,) = story.run.roster.of(MemberState.STARTING)
+        first_step(story.started(new))
+        story.tell(m.TaskFailed(member=new, rank=1, step=5, kind="task", message="no such file"))
+        story.fenced("w0")
+    failure = story.fires("replacement").run.failure
+    assert failure is not None
+    assert failure[0] == "RecoveryError"
+    assert "The last one that was started was lost: it failed in its first step: no such file" in failure[1]
+
+
 def joining_in_vain(noticed_by: str, **rules: Any) -> Story:
     """Two train, and are joined by a third, with which no group can be built."""
     story = running(2, max_workers=3, slots=2, **rules)
