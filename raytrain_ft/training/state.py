@@ -18,11 +18,12 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.errors import ConfigError, StorageError, TaskError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.storage.tensors import DTYPES, bytes_of
 from raytrain_ft.storage.tree import flatten, unflatten
 from raytrain_ft.training.buckets import Bucket, partition
+from raytrain_ft.training.param_groups import ParamGroups
 from raytrain_ft.training.placing import laid_out_like, on_devices_of
 from raytrain_ft.training.tail import Tail, here, places
 
@@ -74,6 +75,7 @@ class TrainingState:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self._groups = ParamGroups(optimizer)
         self.step = 0
         self.loss = float("nan")
         self.position = Position()
@@ -177,10 +179,24 @@ class TrainingState:
         groups = tuple({k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups)
         return Extras(self.step, self.position, groups, self.scheduler.state_dict() if self.scheduler else None)
 
+    def check_groups(self) -> None:
+        """Raises `TaskError` if the optimizer's parameter groups are not those that it was made with."""
+        self._groups.check(self.optimizer, self.model)
+
     def take(self, extras: Extras) -> None:
-        """Takes over what belongs to no bucket; afterwards this worker holds the run's state."""
+        """Takes over what belongs to no bucket; afterwards this worker holds the run's state.
+
+        Raises:
+            TaskError: the optimizer has another number of groups here; nothing was changed.
+        """
+        groups = self.optimizer.param_groups
+        if len(groups) != len(extras.groups):
+            raise TaskError(
+                f"the {type(self.optimizer).__name__} has {len(extras.groups)} parameter groups where its state comes from, "
+                f"and {len(groups)} here: TrainTask.optimizer must make the same ones whenever it is called, and everywhere"
+            )
         self.step, self.position, self.agreed = extras.step, extras.position, None
-        for group, values in zip(self.optimizer.param_groups, extras.groups, strict=True):
+        for group, values in zip(groups, extras.groups, strict=True):
             group.update(on_devices_of(values, group))
         if self.scheduler is not None and extras.scheduler is not None:
             self.scheduler.load_state_dict(extras.scheduler)

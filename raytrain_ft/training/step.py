@@ -417,11 +417,13 @@ class Replica:
         return self.settings.returns_lost and self._skip != NOT_FINITE
 
     def advance_schedule(self) -> None:
+        """Raises `TaskError` if that, or what came before it in the step, has changed the optimizer's parameter groups."""
         scheduler = self.state.scheduler
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             scheduler.step(self.state.loss)
         elif scheduler is not None:
             scheduler.step()
+        self.state.check_groups()
 
     def leave_out(self) -> None:
         """The step under way has no update, on all replicas: its loss or a gradient is not finite."""

@@ -1184,6 +1184,94 @@ def test_a_parameter_that_is_trained_later_on_is_refused(update: Any) -> None:
     replica.loader.stop()
 
 
+class Regrouping(torch.optim.lr_scheduler.LambdaLR):
+    """After two steps it changes the groups of its optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, change: Callable[[torch.optim.Optimizer], None]) -> None:
+        self.change = change
+        super().__init__(optimizer, lambda step: 1.0)
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        if self.last_epoch == 2:
+            self.change(self.optimizer)
+
+
+class Grouped(Task):
+    """The last layer is in a group of its own, but for its bias, which stands still at first."""
+
+    def __init__(self, change: Callable[[torch.optim.Optimizer], None]) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+        self.change = change
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        first, bias, last, _ = params
+        return torch.optim.SGD([{"params": [first, bias]}, {"params": [last], "lr": 0.5}], lr=0.1)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return Regrouping(optimizer, self.change)
+
+
+def unfreeze(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def swap(optimizer: torch.optim.Optimizer) -> None:
+    one, other = (group["params"] for group in optimizer.param_groups)
+    one[0], other[0] = other[0], one[0]
+
+
+def move(optimizer: torch.optim.Optimizer) -> None:
+    one, other = (group["params"] for group in optimizer.param_groups)
+    other.append(one.pop())
+
+
+def drop(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[1]["params"].clear()
+
+
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (unfreeze, "has 3 parameter groups now, and had 2 when it was made"),
+        (swap, r"has the parameter 0\.weight in group 1 now, and had it in group 0"),
+        (move, r"has the parameter 0\.bias in group 1 now, and had it in group 0"),
+        (drop, r"has the parameter 1\.weight in no group now, and had it in group 1"),
+    ],
+)
+def test_parameter_groups_that_change_are_refused_in_that_step(update: Any, change: Any, words: str) -> None:
+    """A replacement would make them as they were at first."""
+    replica, links = replica_of(Grouped(change), update=update)
+    replica.train_step(links)
+    with pytest.raises(TaskError, match=words + ".*group of its own, whose learning rate the scheduler keeps at 0"):
+        replica.train_step(links)
+    assert replica.state.step == 1
+    replica.loader.stop()
+
+
+def test_the_order_within_a_group_is_the_optimizers_affair() -> None:
+    def turn(optimizer: torch.optim.Optimizer) -> None:
+        group = optimizer.param_groups[0]
+        group["params"] = group["params"][::-1]
+
+    replica, links = replica_of(Grouped(turn))
+    for _ in range(3):
+        replica.train_step(links)
+    replica.loader.stop()
+
+
+def test_a_state_of_other_groups_is_refused_before_any_of_it_is_taken() -> None:
+    replica, links = replica_of(Grouped(lambda optimizer: None))
+    replica.train_step(links)
+    extras = replica.state.extras()
+    for groups in (extras.groups[:1], (*extras.groups, {"lr": 1.0})):
+        with pytest.raises(TaskError, match=f"has {len(groups)} parameter groups where its state comes from, and 2 here"):
+            replica.state.take(replace(extras, step=7, groups=({**groups[0], "lr": 9.0}, *groups[1:])))
+        assert replica.state.extras() == extras
+    replica.loader.stop()
+
+
 def test_a_parameter_that_is_frozen_later_on_is_not() -> None:
     class Freezing(nn.Module):
         def __init__(self) -> None:
