@@ -26,6 +26,7 @@ class Loop:
     Args:
         command: to train. rank: of this worker.
         asleep: whether this replica slept when it was interrupted.
+        loaded: the whole world has begun this incarnation with what is stored, or anew.
 
     Attributes:
         in_first_step: no step has been done yet.
@@ -42,6 +43,7 @@ class Loop:
         command: Run,
         rank: int,
         asleep: bool,
+        loaded: bool,
     ) -> None:
         self._spec, self._replica, self._heartbeat = spec, replica, heartbeat
         self._fence, self._command, self._rank = fence, command, rank
@@ -50,6 +52,7 @@ class Loop:
         self._writers: list[int] = []
         self.in_first_step = True
         self.asleep = asleep
+        self._loaded = loaded
 
     def run(self) -> bool:
         """To the last step, or to a boundary at which all agree to stop; returns whether it is the latter.
@@ -62,6 +65,8 @@ class Loop:
         self._sleep.begin()
         self._share_checkpoints(self._parting.members)
         self._share_out()
+        if self._may_lack_epoch():
+            replica.checkpoint(self._fence.check)
         first_steps = FirstSteps() if self._spec.rules.selective is not None else None
         while state.step < self._spec.rules.max_steps:
             boundary = self._train()
@@ -76,6 +81,14 @@ class Loop:
             if boundary.stop:
                 return True
         return False
+
+    def _may_lack_epoch(self) -> bool:
+        """Whether the checkpoint of an epoch's end, which is to be kept, may have broken off with the incarnation before: no
+        later step would store that state. All ranks answer this alike, or a checkpoint would lack shards, and not all know
+        whether it broke off: one that did not is there twice. Not with a log: what was replayed, the next step compares."""
+        rules = self._spec.rules
+        stands_within = 0 < self._replica.state.step < rules.max_steps  # the last step's is taken at the end of the run
+        return stands_within and not self._loaded and not rules.logging and self._replica.epoch_to_keep
 
     def _note(self, event: str, **fields: Any) -> None:
         self._heartbeat.note(event, {"incarnation": self._fence.incarnation, "step": self._replica.state.step, **fields})

@@ -77,6 +77,7 @@ class Trainee:
         self._replayed = ""  # the checkpoint that an interrupted replay began from
         self._team: tuple[str, ...] = ()  # who shared that replay
         self._asleep = False
+        self._loaded = False  # whether the whole world began this incarnation with what is stored, or anew
         self._used = False  # whether this replica may hold anything else than what it was built with
         self._chaos = Injector(spec.faults, spec.directory / "faults", "worker", self._fall_silent)
 
@@ -164,7 +165,8 @@ class Trainee:
             fence.check()
             assert state.filled, "told to run before it was filled"
             replica.trained = fence.incarnation
-            self._loop = Loop(self._spec, replica, self._connections, self._heartbeat, fence, command, self.rank, self._asleep)
+            about = (fence, command, self.rank, self._asleep, self._loaded)
+            self._loop = Loop(self._spec, replica, self._connections, self._heartbeat, *about)
             if self._loop.run():
                 self._heartbeat.ended("stopped", str(state.step))
                 return
@@ -227,6 +229,7 @@ class Trainee:
         """See `Worker.reconcile`."""
         fence.check()
         world, plan, holders = command.world, command.plan, command.holders
+        self._loaded = plan is None
         self._world, self.rank = world, world.index(self._member)
         if self.log is not None:
             self.log.begin(command.since)

@@ -210,6 +210,8 @@ class Checkpointer:
         step the state has its whole size."""
         tensors, _ = self._capture()
         self._part = -(-total_size(tensors) // (self._count // self._stages))
+        if self._copy is not None and self._copy.seconds is None:
+            return  # the memory has its size, or is about to; it must not be mapped elsewhere while a GPU writes to it
         reserve = (self._part + ALIGNMENT,)
         preparing = threading.Thread(target=self._memory.reserve, args=reserve, name="prepare", daemon=True)
         with suppress(RuntimeError):  # there is no thread for it: the first snapshot takes longer

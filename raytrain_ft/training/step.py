@@ -166,7 +166,7 @@ class Replica:
             self._pipeline.forget()
 
     @property
-    def _epoch_to_keep(self) -> bool:
+    def epoch_to_keep(self) -> bool:
         """Whether the state is that of the end of an epoch, and these are kept."""
         return self.checkpointer is not None and self.checkpointer.keeps_epochs and self.state.position.consumed == 0
 
@@ -178,13 +178,13 @@ class Replica:
         """
         if self.checkpointer is not None:
             self.at("checkpoint")
-            self.checkpointer.take(self.state.step, check, kept=self._epoch_to_keep)
+            self.checkpointer.take(self.state.step, check, kept=self.epoch_to_keep)
 
     def finish(self, check: Callable[[], None]) -> None:
         """The run's last checkpoint, which is waited for."""
         if self.checkpointer is not None:
             self.at("checkpoint")
-            self.checkpointer.finish(self.state.step, check, kept=self._epoch_to_keep)
+            self.checkpointer.finish(self.state.step, check, kept=self.epoch_to_keep)
 
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""

@@ -165,6 +165,18 @@ def test_a_worker_dies_while_a_checkpoint_is_written(undisturbed, tmp_path: Path
     assert events(result, "CheckpointCommitted")[-1]["step"] == 30
 
 
+def test_the_end_of_an_epoch_is_kept_though_a_worker_dies_before_its_part(undisturbed, tmp_path: Path) -> None:
+    """The others have begun it, and everybody goes on from that very step."""
+    epoch, faults = 16, [ft.FailAt(rank=1, step=16, phase="checkpoint")]
+    how = ft.CheckpointConfig(every=100, keep_epochs=True)
+    result = train(tmp_path, "run", faults=faults, checkpoints=how)
+    assert result.digest == undisturbed().digest
+    assert promise_kept(result) == []
+    assert (result.recoveries[0].strategy, result.recoveries[0].step) == (Strategy.REPLICATION, epoch)
+    (stored,) = [one for one in events(result, "CheckpointCommitted") if one["step"] == epoch]
+    assert stored["incarnation"] == result.recoveries[0].incarnation
+
+
 @pytest.mark.long
 def test_strategy_checkpoint_has_everybody_go_back(undisturbed, tmp_path: Path) -> None:
     faults = [ft.FailAt(rank=1, step=23, phase="forward")]

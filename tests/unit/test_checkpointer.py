@@ -676,3 +676,18 @@ def test_what_checkpoints_need_on_the_disk(make: Make, keep: int, parts: int) ->
     assert one.disk_bytes == parts * 8 * 4 // 2
     assert one._preparing is not None
     one._preparing.join(10)
+
+
+def test_memory_is_left_alone_while_it_is_copied_to(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world may begin with a checkpoint, whose copy is perhaps under way when its first step ends."""
+    go, copy_all = threading.Event(), snapshot.copy_all
+    monkeypatch.setattr(snapshot, "copy_all", lambda *what: (go.wait(10), copy_all(*what)))
+    one = make(0.1)
+    try:
+        one.take(5, go_on)
+        one.stepped(6, 0.1)
+        assert one._preparing is None
+        assert one.disk_bytes
+    finally:
+        go.set()
+    one.await_durable(go_on, 10.0)

@@ -272,7 +272,7 @@ def trains(train_step: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -
     found.ended = []
     state = SimpleNamespace(filled=True, step=13, tail=SimpleNamespace(sleep=Sleep()), buckets=())
     found.replica = SimpleNamespace(state=state, checkpointer=None, train_step=train_step)
-    found.rank, found._asleep = 1, False
+    found.rank, found._asleep, found._loaded = 1, False, True
     found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2, max_steps=20, selective=None))
     parting = SimpleNamespace(members=(0,), part=lambda *_, **__: False, connect=lambda links: links)
     found._connections = SimpleNamespace(live=lambda rounded: None, parting=lambda: parting)

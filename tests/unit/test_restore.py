@@ -19,9 +19,11 @@ from store import Versioned, own, same_bits, save
 from torch import Tensor, nn
 
 from raytrain_ft.errors import ConfigError, FencedError, MismatchError, StorageError, UnknownFormatError
+from raytrain_ft.policy.commands import Reconcile
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.result import load_model
 from raytrain_ft.runtime import library, recovery
+from raytrain_ft.runtime import trainee as trainee_module
 from raytrain_ft.runtime.trainee import Trainee
 from raytrain_ft.storage import checkpoint, selection, shard
 from raytrain_ft.storage.arrow import write_tensors
@@ -816,6 +818,34 @@ def test_what_a_checkpoint_leaves_alone_is_as_it_was_built(monkeypatch: pytest.M
     assert trainee.replica is first
     trainee._begin_from("step-000000001-e1-i1", Fence(1))
     assert (trainee.replica is first) == (override == ())
+
+
+def test_a_trainee_knows_whether_the_world_began_with_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of one world know the same, whatever each has done in those before."""
+    found: Any = object.__new__(Trainee)
+    replica = SimpleNamespace(state=SimpleNamespace(filled=True, digests=tuple, step=3, device="cpu"), stage=0, attempt=None)
+    found.__dict__.update(
+        _member="w0",
+        replica=replica,
+        log=None,
+        _past=None,
+        _asleep=False,
+        _host="",
+        _supervisor=None,
+        _heartbeat=None,
+        _spec=SimpleNamespace(use_gpu=False, rules=SimpleNamespace(stages=1), sampling=None),
+        _probe_recovery=lambda phase: None,
+        _begin_from=lambda load, fence: None,
+    )
+    for name in ("RayStore", "Connections", "Transfer"):
+        monkeypatch.setattr(trainee_module, name, lambda *about: None)
+    monkeypatch.setattr(trainee_module.process_group, "build", lambda *about, **more: None)
+    monkeypatch.setattr(recovery, "reconcile", lambda *about: recovery.Outcome(0, 0, None))
+    plan: Any = SimpleNamespace()
+    for incarnation, (given, loaded) in enumerate([(None, True), (plan, False), (None, True)], start=1):
+        command = Reconcile(("w0",), incarnation, given, "step-000000003-e1-i1", ("w0",))
+        found.reconcile(Fence(incarnation), command)
+        assert found._loaded is loaded
 
 
 @pytest.mark.parametrize("values", [{"step": 1}, {"step": 1, "of another": "version"}])
