@@ -43,13 +43,18 @@ def _is_something(value: Any) -> bool:
     return not isinstance(value, dict) or bool(value)
 
 
-def wrapped(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """The optimizers that one of them has in its attributes, and that those have, and where."""
-    yield from _wrapped(optimizer, type(optimizer).__name__, {id(optimizer)})
+def optimizers_in(value: Any) -> list[Optimizer]:
+    """Those whose state it may have to load: itself, if it is one, and those that it wraps."""
+    return [*([value] if isinstance(value, Optimizer) else []), *(one for _, one in wrapped(value))]
 
 
-def _wrapped(optimizer: Optimizer, name: str, seen: set[int]) -> Iterator[tuple[str, Optimizer]]:
-    for attribute, value in vars(optimizer).items():
+def wrapped(of: Any) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers that one of them, or another object, has in its attributes, and that those have, and where."""
+    yield from _wrapped(of, type(of).__name__, {id(of)})
+
+
+def _wrapped(of: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Optimizer]]:
+    for attribute, value in getattr(of, "__dict__", {}).items():
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
         for part in parts:
             if isinstance(part, Optimizer) and id(part) not in seen:

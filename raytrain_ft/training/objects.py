@@ -31,6 +31,7 @@ from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.storage.tree import flatten, json_tensor, unflatten, versions_of, with_versions
 from raytrain_ft.training import naming, restore
 from raytrain_ft.training.layout import check_own_memory, check_plain, is_plain
+from raytrain_ft.training.loading import put_right
 from raytrain_ft.training.placing import laid_out_like, on_devices_of
 
 GENERATORS = "generators"
@@ -370,7 +371,8 @@ def put_back(value: Any, state: Any) -> None:
         state = with_versions(state, versions_of(inner.state_dict()))
     if not isinstance(inner, nn.Module):  # torch copies into a module's own tensors
         state = on_devices_of(state, inner.state_dict())
-    inner.load_state_dict(state)
+    with put_right(inner):
+        inner.load_state_dict(state)
     if isinstance(value, torch.optim.Optimizer):
         _undo_casts(value, state)
         for p, kept in value.state.items():
