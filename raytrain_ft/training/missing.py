@@ -7,11 +7,15 @@ from itertools import chain
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training.forgotten import choice, sample
+from raytrain_ft.training.kept import wrapped
+from raytrain_ft.training.layout import is_plain
 
 LOOKS = 5
 """After so many steps the weights are looked at: a GradScaler may leave out the first ones."""
@@ -52,6 +56,7 @@ class Missing:
         self._steps += 1
         if self._steps == 1:
             self._look_for_schedulers()
+            self._look_inside()
             self._watched = {(name, key): (ref(one), sample([one])) for name, key, one in self._left_alone()}
         if self._by_hand:
             self._watched = {}
@@ -66,6 +71,20 @@ class Missing:
                     f"a learning rate scheduler was made for {name}, and checkfreq.open was given none: pass the scheduler "
                     "too, or the schedule begins anew after a resume"
                 )
+
+    def _look_inside(self) -> None:
+        """Of each optimizer, and those in it: is what it keeps stored? After a step, for that makes it."""
+        stored = list(_stored(self._objects.values()))
+        known = _memories(stored)
+        for name, optimizer in self._optimizers.items():
+            for where, one in ((name, optimizer), *((f"the {where}", one) for where, one in wrapped(optimizer))):
+                apart = [kept for kept in _tensors(getattr(one, "state", None)) if _memory(kept) not in known]
+                if apart and not _has_copy(stored, max(apart, key=Tensor.numel)):
+                    self._tell(
+                        f"what {where}, of class {type(one).__name__}, keeps is in no state_dict() that checkfreq.open was "
+                        f"given: let state_dict() and load_state_dict() of {name} have it too, or give both one state "
+                        "(inner.state = self.state), or it begins anew after a resume"
+                    )
 
     def _left_alone(self) -> Iterator[tuple[str, str, Tensor]]:
         """Some parameters of each module that have a gradient and are in no optimizer. Perhaps they are not trained: a loss
@@ -106,6 +125,21 @@ def _stored(objects: Iterable[Any]) -> Iterator[Tensor]:
             yield from chain(value.parameters(), value.buffers())
         else:
             yield from flatten(value.state_dict())[1].values()
+
+
+def _tensors(kept: Any) -> Iterator[Tensor]:
+    """Those in what an optimizer keeps."""
+    if isinstance(kept, Tensor):
+        yield kept
+    elif isinstance(kept, Mapping | list | tuple):
+        for one in kept.values() if isinstance(kept, Mapping) else kept:
+            yield from _tensors(one)
+
+
+def _has_copy(stored: Iterable[Tensor], tensor: Tensor) -> bool:
+    """Whether one of them is a copy of it, as a state dict may have: of the same bits, perhaps on another device."""
+    alike = (one for one in stored if is_plain(one) and (one.dtype, one.shape) == (tensor.dtype, tensor.shape))
+    return is_plain(tensor) and any(torch.equal(bytes_of(one).to(tensor.device), bytes_of(tensor)) for one in alike)
 
 
 def _memories(tensors: Iterable[Tensor]) -> set[int]:

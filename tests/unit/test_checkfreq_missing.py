@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +111,94 @@ def test_a_module_whose_optimizer_was_not_passed_is_told_of(tmp_path: Path) -> N
     assert "pass its optimizer too" in reason
 
 
+class Sharp(torch.optim.Optimizer):
+    """As SAM is written: it takes a step up, the gradients there, and has another optimizer take the step. torch's state dict
+    has the groups, and what was kept for the way back."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base_optimizer = torch.optim.AdamW(self.param_groups, lr=0.01)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["before"] = p.clone()
+            p.add_(p.grad, alpha=self.param_groups[0]["rho"])
+        with torch.enable_grad():
+            closure()
+        for p in self.param_groups[0]["params"]:
+            p.copy_(self.state[p]["before"])
+        self.base_optimizer.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+class Nested(Sharp):
+    def state_dict(self) -> dict[str, Any]:
+        return {"sharp": super().state_dict(), "base": self.base_optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["sharp"])
+        self.base_optimizer.load_state_dict(state_dict["base"])
+        self.param_groups = self.base_optimizer.param_groups
+
+
+class Copied(Nested):
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(super().state_dict())
+
+
+class Apart(Nested):
+    """Leaves out what is its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.base_optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base_optimizer.load_state_dict(state_dict["base"])
+
+
+def sharp(kind: type[Sharp] = Sharp) -> tuple[dict[str, Any], Callable[..., None]]:
+    setup = Setup()
+    optimizer = kind(setup.model.parameters())
+
+    def step(inputs: Tensor, labels: Tensor) -> None:
+        def closure() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(setup.model(inputs), labels).backward()
+
+        closure()
+        optimizer.step(closure)
+
+    return {"model": setup.model, "optimizer": optimizer, "loader": setup.loader}, step
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (Sharp, "what the optimizer in Sharp.base_optimizer, of class AdamW, keeps is in no state_dict()"),
+        (Apart, "what optimizer, of class Apart, keeps is in no state_dict()"),
+    ],
+)
+def test_what_an_optimizer_keeps_outside_of_its_state_dict_is_told_of(tmp_path: Path, kind: type[Sharp], what: str) -> None:
+    for launch in (1, 2):
+        found = told(tmp_path, *sharp(kind), until=launch * STEPS)
+        assert len(found) == launch
+        assert found[-1].startswith(what)
+        assert "state_dict() and load_state_dict() of optimizer have it too" in found[-1]
+
+
+def one_in_another_optimizer() -> tuple[dict[str, Any], Callable[..., None]]:
+    return sharp(Nested)
+
+
+def one_whose_state_is_copied_as_it_is_given() -> tuple[dict[str, Any], Callable[..., None]]:
+    return sharp(Copied)
+
+
 def both_of_a_gan() -> tuple[dict[str, Any], Callable[..., None]]:
     gan = Gan()
     return gan.objects | gan.optimizers, gan.step
@@ -199,6 +287,8 @@ def copies_of_an_optimizer() -> tuple[dict[str, Any], Callable[..., None]]:
         a_scheduler_inside_another_object,
         a_plateau,
         copies_of_an_optimizer,
+        one_in_another_optimizer,
+        one_whose_state_is_copied_as_it_is_given,
     ],
 )
 def test_nothing_is_said_of_a_loop_with(tmp_path: Path, loop: Callable[[], tuple[dict[str, Any], Callable[..., None]]]) -> None:
