@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.training.kept import optimizers_in
+from raytrain_ft.training.placing import laid_out_like
 
 
 @contextmanager
-def put_right(value: Any) -> Iterator[None]:
-    """Around the `load_state_dict` of an optimizer, or of an object that may have some.
+def put_right(value: Any, state: Any) -> Iterator[None]:
+    """Around the `load_state_dict` of an optimizer, or of an object that may have some, with this state.
 
     Raises:
         ConfigError: what optimizers had in common is no longer one, and which of them is to take its place cannot be told.
     """
-    common = _in_common(optimizers_in(value))
-    yield
+    optimizers = optimizers_in(value)
+    common = _in_common(optimizers)
+    given = {id(value): state}  # to each that is loaded; to those in it by whoever has them
+    with ExitStack() as hooks:
+        for one in optimizers:
+            with suppress(AttributeError):  # without Optimizer.__init__ it has no hooks, and torch's method cannot load it
+                hook = one.register_load_state_dict_pre_hook(lambda loaded, part: given.update({id(loaded): part}))
+                hooks.callback(hook.remove)
+        yield
     for before, places in common:
         _have_in_common(before, places)
+    for one in optimizers:
+        if isinstance(kept := getattr(one, "state", None), MutableMapping):  # a wrapper may have none
+            _undo_casts(kept, one.param_groups, given.get(id(one)))
+            _lay_out(kept)
 
 
 # ---------------------------------------------------------------- what a wrapper and what it wraps have in common
@@ -88,3 +103,44 @@ def _fits(before: Any, now: Any) -> bool:
     if not isinstance(before, dict) or "params" not in before:
         return now is not None
     return isinstance(now, dict) and list(map(id, now.get("params", []))) == list(map(id, before["params"]))
+
+
+# ---------------------------------------------------------------- what is kept for each parameter
+
+
+def _undo_casts(kept: MutableMapping[Any, Any], now: list[dict[str, Any]], given: Any) -> None:
+    """torch casts all that an optimizer keeps for a parameter to the parameter's dtype as it loads it. What was given in
+    another one takes its place again. `now`: the groups."""
+    match given:
+        case {"state": dict(stored), "param_groups": list(groups)}:
+            numbers = chain.from_iterable(group["params"] for group in groups)
+            params = chain.from_iterable(group["params"] for group in now)
+            for number, p in zip(numbers, params, strict=True):
+                if number in stored and p in kept:
+                    kept[p] = _not_cast(kept[p], stored[number])
+
+
+def _lay_out(kept: Mapping[Any, Any]) -> None:
+    """What is kept for a parameter is to lie in memory as the parameter does."""
+    for p, state in kept.items():
+        if isinstance(state, dict) and isinstance(p, Tensor):  # what is kept for all of them may have a name as its key
+            state.update({key: laid_out_like(one, p) for key, one in state.items() if isinstance(one, Tensor)})
+
+
+def _not_cast(loaded: Any, stored: Any) -> Any:
+    if isinstance(loaded, Tensor) and isinstance(stored, Tensor):
+        cast = loaded.dtype != stored.dtype and _equal(loaded, stored.to(loaded))
+        return stored.to(loaded.device) if cast else loaded
+    if isinstance(loaded, dict) and isinstance(stored, dict):
+        for key, one in loaded.items():  # not by `update`, with which a Counter adds
+            loaded[key] = _not_cast(one, stored.get(key))
+    elif isinstance(loaded, list | tuple) and isinstance(stored, list | tuple) and len(loaded) == len(stored):
+        return type(loaded)(map(_not_cast, loaded, stored))
+    return loaded
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two of one dtype are, where each NaN equals any other."""
+    if torch.equal(one, other):  # mostly
+        return True
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from raytrain_ft.storage.tree import flatten, json_tensor, unflatten, versions_o
 from raytrain_ft.training import naming, restore
 from raytrain_ft.training.layout import check_own_memory, check_plain, is_plain
 from raytrain_ft.training.loading import put_right
-from raytrain_ft.training.placing import laid_out_like, on_devices_of
+from raytrain_ft.training.placing import on_devices_of
 
 GENERATORS = "generators"
 """What the state of the random generators is called among a rank's own."""
@@ -371,13 +370,8 @@ def put_back(value: Any, state: Any) -> None:
         state = with_versions(state, versions_of(inner.state_dict()))
     if not isinstance(inner, nn.Module):  # torch copies into a module's own tensors
         state = on_devices_of(state, inner.state_dict())
-    with put_right(inner):
+    with put_right(inner, state):
         inner.load_state_dict(state)
-    if isinstance(value, torch.optim.Optimizer):
-        _undo_casts(value, state)
-        for p, kept in value.state.items():
-            if isinstance(kept, dict) and isinstance(p, Tensor):  # what is kept for all of them may have a name as its key
-                kept.update({key: laid_out_like(one, p) for key, one in kept.items() if isinstance(one, Tensor)})
 
 
 @torch.no_grad()
@@ -391,37 +385,6 @@ def put_back_left_out(value: Any, stored: Any) -> None:
         found = stored.get(key)
         if isinstance(found, Tensor) and (found.dtype, found.shape) == (buffer.dtype, buffer.shape):
             buffer.copy_(found)
-
-
-def _undo_casts(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """torch casts all that an optimizer keeps for a parameter to the parameter's dtype as it loads it. What was stored in
-    another one takes its place again."""
-    match state:
-        case {"state": dict(stored), "param_groups": list(groups)}:
-            numbers = chain.from_iterable(group["params"] for group in groups)
-            params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-            for number, p in zip(numbers, params, strict=True):
-                if number in stored and p in optimizer.state:
-                    optimizer.state[p] = _not_cast(optimizer.state[p], stored[number])
-
-
-def _not_cast(loaded: Any, stored: Any) -> Any:
-    if isinstance(loaded, Tensor) and isinstance(stored, Tensor):
-        cast = loaded.dtype != stored.dtype and _equal(loaded, stored.to(loaded))
-        return stored.to(loaded.device) if cast else loaded
-    if isinstance(loaded, dict) and isinstance(stored, dict):
-        for key, one in loaded.items():  # not by `update`, with which a Counter adds
-            loaded[key] = _not_cast(one, stored.get(key))
-    elif isinstance(loaded, list | tuple) and isinstance(stored, list | tuple) and len(loaded) == len(stored):
-        return type(loaded)(map(_not_cast, loaded, stored))
-    return loaded
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two of one dtype are, where each NaN equals any other."""
-    if torch.equal(one, other):  # mostly
-        return True
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 # ---------------------------------------------------------------- random generators

@@ -55,7 +55,7 @@ from raytrain_ft.result import load_model
 from raytrain_ft.storage import checkpoint, selection, tree
 from raytrain_ft.storage.filesystem import LocalStorage, open_storage
 from raytrain_ft.storage.tree import flatten
-from raytrain_ft.training import checkpointer, layout, placing, resumable, resume, snapshot
+from raytrain_ft.training import checkpointer, layout, loading, placing, resumable, resume, snapshot
 from raytrain_ft.training import journal as journals
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.beginning import Beginning
@@ -1735,7 +1735,7 @@ def test_counts_come_back_as_they_were() -> None:
     """A Counter's `update` adds."""
     stored = Counter(seen=3)
     assert placing.on_devices_of({"of": [stored]}, {"of": [Counter(seen=0)]}) == {"of": [Counter(seen=3)]}
-    assert states._not_cast(stored, Counter(seen=3)) == Counter(seen=3)
+    assert loading._not_cast(stored, Counter(seen=3)) == Counter(seen=3)
 
 
 # ---------------------------------------------------------------- the loader

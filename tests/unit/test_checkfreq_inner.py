@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from pages import blocks
 from test_checkfreq import Setup, journal
+from test_checkfreq_followed import Accelerated, Lookahead
 from torch import nn
 
 import raytrain_ft.checkfreq as checkfreq
@@ -113,3 +115,46 @@ def test_a_group_of_other_parameters_does_not_take_the_place_of_one() -> None:
     optimizer = Anew([nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))])
     with pytest.raises(ConfigError, match=r"Anew, Muon had one `param_groups` in common"):
         put_back(optimizer, optimizer.state_dict())
+
+
+class Holder:
+    """Something else that has an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers = {"inner": optimizer}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"opt": self.optimizers["inner"].state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizers["inner"].load_state_dict(state_dict["opt"])
+
+
+class Stateless(torch.optim.Optimizer):
+    """Has little of what an optimizer has."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("holder", [Lookahead, Accelerated, Stateless, Holder])
+def test_what_an_optimizer_inside_keeps_is_neither_rounded_nor_laid_out_anew(holder: Callable[[Any], Any]) -> None:
+    p = nn.Parameter(torch.rand(2, 3, 4, 5, dtype=torch.bfloat16).to(memory_format=torch.channels_last))
+    inner = torch.optim.SGD([p], lr=0.1)
+    value = holder(inner)
+    exact = torch.rand(2, 3, 4, 5)
+    inner.state[p]["mean"] = exact
+    put_back(value, copy.deepcopy(value.state_dict()))
+    found = inner.state[p]["mean"]
+    assert found is not exact
+    assert torch.equal(found, exact)
+    assert found.dtype == torch.float32
+    assert found.stride() == p.stride()
+    assert value.state is inner.state if hasattr(value, "state") else True
+    assert not inner._optimizer_load_state_dict_pre_hooks, "it is left as it was"
