@@ -168,7 +168,7 @@ class RecoveryConfig:
         stop_timeout: how long a run that is to end before its time (Ctrl-C, SIGTERM, `ray job stop`, no driver) may take for a
             last checkpoint; by default half a minute, and another for every 100 million parameters.
         max_fruitless_recoveries: recoveries in a row without a committed step before the run gives up. One that a further
-            loss broke off does not count.
+            loss broke off does not count, nor one in which a newcomer failed that the others can do without.
     """
 
     strategy: Strategy = "auto"

@@ -59,7 +59,7 @@ LITTLE = 0.1
 JUDGED_STEPS = 30
 """Steps that a judgement needs at least: a few, of which some happen to be slow, say nothing."""
 TOLERANCE = 0.02
-"""A k that is off by less than this share is left alone while the overhead is within its budget. Of one below 20, where a step
+"""A k that is off by less than this share is left alone while the overhead is within its budget. Of one below 50, where a step
 is much of the budget, every step counts."""
 MOST_RECALLED = 4
 """A k of an earlier launch counts for no more than so many times that of Algorithm 1. What is observed may ask for more, and is
@@ -448,13 +448,14 @@ def _without_hiccups(steps: Sequence[float]) -> list[float]:
 
 
 def _have_changed(before: Sequence[float], since: Sequence[float]) -> bool:
-    """Whether steps take another time than they did. A few that are slow may have been unlucky; none is quick by chance."""
+    """Whether steps take another time than they did. A few that are slow may have been unlucky; none is quick by chance, but
+    one may have had a smaller batch."""
     if len(before) < FEWEST_FREE or not since:
         return False
     longer = fmean(since) - fmean(before)
     deviation = max(_deviation(before), _deviation(since))
     differ = abs(longer) > UNLIKELY * deviation * math.sqrt(1 / len(before) + 1 / len(since))
-    return differ and (longer < 0 or len(since) >= FEWEST_FREE)
+    return differ and len(since) >= (2 if longer < 0 else FEWEST_FREE)
 
 
 def _deviation(values: Sequence[float]) -> float:

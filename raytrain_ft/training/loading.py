@@ -84,25 +84,54 @@ def _in_common(optimizers: list[Optimizer]) -> list[tuple[Any, list[_Place]]]:
 def _have_in_common(before: Any, places: list[_Place]) -> None:
     """What took its place in one of them does so in the others."""
     now = [place.get() for place in places]
-    new = {id(one): one for one in now if one is not before}
+    new = list({id(one): one for one in now if one is not before}.values())
     if not new:
         return
-    if len(new) > 1 or not _fits(before, one := next(iter(new.values()))):
-        kinds = ", ".join(sorted({type(place.optimizer).__name__ for place in places}))
+    if (one := _joined(before, new)) is None:
+        kinds, what = ", ".join(sorted({type(place.optimizer).__name__ for place in places})), places[0].attribute
         raise ConfigError(
-            f"{kinds} had one `{places[0].attribute}` in common, and no longer have as it is loaded: let load_state_dict() of "
-            "the one that wraps the others give them one again (for o in self.optimizers: o.state = self.state)"
+            f"{kinds} had one `{what}` in common, and no longer have as it is loaded: let load_state_dict() of the one that "
+            f"wraps the others give them one again (for o in self.optimizers: o.{what} = self.{what})"
         )
     for place, found in zip(places, now, strict=True):
         if found is not one:
             place.put(one)
 
 
+def _joined(before: Any, new: list[Any]) -> Any:
+    """What is to be had in common, of what each has now; None if that cannot be told. Where each has loaded its own, all are
+    the same, or a state is that of some parameters each."""
+    if not all(_fits(before, one) for one in new):
+        return None
+    first, *others = new
+    for one in others:
+        if not _agree(first, one):
+            return None
+        if isinstance(first, MutableMapping) and "params" not in first:
+            first.update(one)
+    return first
+
+
 def _fits(before: Any, now: Any) -> bool:
-    """A group of other parameters is another group."""
+    """A group of other parameters is another group, and so are groups of others."""
+    if isinstance(before, list):
+        return isinstance(now, list) and len(now) == len(before) and all(map(_fits, before, now))
     if not isinstance(before, dict) or "params" not in before:
-        return now is not None
+        return isinstance(now, MutableMapping)
     return isinstance(now, dict) and list(map(id, now.get("params", []))) == list(map(id, before["params"]))
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether what both of them have is the same: of two groups all but the parameters, which are compared before."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        common = one.keys() & other.keys() - {"params"}
+        complete = "params" not in one or one.keys() == other.keys()
+        return complete and all(_agree(one[key], other[key]) for key in common)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_agree, one, other))
+    return bool(one == other)
 
 
 # ---------------------------------------------------------------- what is kept for each parameter

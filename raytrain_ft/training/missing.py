@@ -79,7 +79,7 @@ class Missing:
         for name, optimizer in self._optimizers.items():
             for where, one in ((name, optimizer), *((f"the {where}", one) for where, one in wrapped(optimizer))):
                 apart = [kept for kept in _tensors(getattr(one, "state", None)) if _memory(kept) not in known]
-                if apart and not _has_copy(stored, max(apart, key=Tensor.numel)):
+                if apart and _is_of_parameter(most := max(apart, key=Tensor.numel), one) and not _has_copy(stored, most):
                     self._tell(
                         f"what {where}, of class {type(one).__name__}, keeps is in no state_dict() that checkfreq.open was "
                         f"given: let state_dict() and load_state_dict() of {name} have it too, or give both one state "
@@ -134,6 +134,11 @@ def _tensors(kept: Any) -> Iterator[Tensor]:
     elif isinstance(kept, Mapping | list | tuple):
         for one in kept.values() if isinstance(kept, Mapping) else kept:
             yield from _tensors(one)
+
+
+def _is_of_parameter(kept: Tensor, optimizer: Optimizer) -> bool:
+    """Whether it has as many numbers as one of the parameters: a step's, or a cache, may well be made anew."""
+    return kept.numel() >= min((p.numel() for group in optimizer.param_groups for p in group["params"]), default=0)
 
 
 def _has_copy(stored: Iterable[Tensor], tensor: Tensor) -> bool:

@@ -151,6 +151,22 @@ class Copied(Nested):
         return copy.deepcopy(super().state_dict())
 
 
+class Caching(Nested):
+    """What it keeps beside the parameters' own is made anew in each step, and not stored."""
+
+    def step(self, closure: Callable[[], Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().step(closure)
+        self.state["norm"] = torch.stack([p.norm() for p in self.param_groups[0]["params"]]).norm()  # pyright: ignore
+
+    def state_dict(self) -> dict[str, Any]:
+        cache = self.state.pop("norm", None)  # pyright: ignore
+        try:
+            return super().state_dict()
+        finally:
+            if cache is not None:
+                self.state["norm"] = cache  # pyright: ignore
+
+
 class Apart(Nested):
     """Leaves out what is its own."""
 
@@ -197,6 +213,10 @@ def one_in_another_optimizer() -> tuple[dict[str, Any], Callable[..., None]]:
 
 def one_whose_state_is_copied_as_it_is_given() -> tuple[dict[str, Any], Callable[..., None]]:
     return sharp(Copied)
+
+
+def one_with_a_cache_that_is_made_anew() -> tuple[dict[str, Any], Callable[..., None]]:
+    return sharp(Caching)
 
 
 def both_of_a_gan() -> tuple[dict[str, Any], Callable[..., None]]:
@@ -289,6 +309,7 @@ def copies_of_an_optimizer() -> tuple[dict[str, Any], Callable[..., None]]:
         copies_of_an_optimizer,
         one_in_another_optimizer,
         one_whose_state_is_copied_as_it_is_given,
+        one_with_a_cache_that_is_made_anew,
     ],
 )
 def test_nothing_is_said_of_a_loop_with(tmp_path: Path, loop: Callable[[], tuple[dict[str, Any], Callable[..., None]]]) -> None:
