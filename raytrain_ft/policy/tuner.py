@@ -392,6 +392,9 @@ class Tuner:
         moved = stretch.busy_s - stood
         if self.profile is not None and stretch.busy and stood > self.budget * moved:
             at_most = max(moved / stretch.busy, stretch.least)
+            error = self._deviation * math.sqrt(1 / stretch.busy + 1 / max(1, len(self._free)))
+            if self.profile.iteration - at_most > UNLIKELY * error:  # steps are quicker by now
+                self._free = []
             self.profile = replace(self.profile, iteration=min(self.profile.iteration, at_most) or self.profile.iteration)
 
     def _take(self) -> None:

@@ -557,11 +557,12 @@ def test_a_pause_between_checkpoints_says_nothing_of_steps() -> None:
     assert 55 <= simulated.tuner.k <= 60
 
 
-def test_a_slow_stretch_is_made_good_once_it_is_over() -> None:
-    """In which k comes down so far that no step is free any more."""
+@pytest.mark.parametrize("steps", [300, 2000])
+def test_a_slow_stretch_is_made_good_once_it_is_over(steps: int) -> None:
+    """In which k comes down so far that no step is free any more; however many slow ones were."""
     simulated = budget_binds()
     simulated.iteration = 2.0
-    simulated.run(300)
+    simulated.run(steps)
     assert simulated.tuner.k <= 5
     simulated.iteration = 0.1
     simulated.run(150)
@@ -569,15 +570,15 @@ def test_a_slow_stretch_is_made_good_once_it_is_over() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_steps_that_vary_are_not_waited_beside_for_longer_than_the_budget_allows(seed: int) -> None:
+def test_steps_that_vary_are_waited_beside_for_as_long_as_the_budget_allows(seed: int) -> None:
     """The few that are free now and then may have been slow ones; nor do all the others wear down what a step takes."""
     draws, simulated, plain = random.Random(seed), machine(0.035, copy=0.5, persist=6.4), 0.0
     for _ in range(10_000):
         simulated.iteration = max(0.3, draws.gauss(1, 0.4))
         simulated.run(1)
         plain += simulated.iteration
-    assert simulated.now / plain - 1 <= 0.035
-    assert len(simulated.taken) >= 10_000 / 10, "each takes seven steps"
+    assert simulated.now / plain - 1 == pytest.approx(0.035, abs=0.005)
+    assert len(simulated.taken) >= 10_000 / 9, "each takes seven steps"
 
 
 @settings(max_examples=60)
