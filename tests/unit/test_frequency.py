@@ -569,16 +569,19 @@ def test_a_slow_stretch_is_made_good_once_it_is_over(steps: int) -> None:
     assert overhead(simulated, 600, 0.1) <= 0.02
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_steps_that_vary_are_waited_beside_for_as_long_as_the_budget_allows(seed: int) -> None:
+def test_steps_that_vary_are_waited_beside_for_as_long_as_the_budget_allows() -> None:
     """The few that are free now and then may have been slow ones; nor do all the others wear down what a step takes."""
-    draws, simulated, plain = random.Random(seed), machine(0.035, copy=0.5, persist=6.4), 0.0
-    for _ in range(10_000):
-        simulated.iteration = max(0.3, draws.gauss(1, 0.4))
-        simulated.run(1)
-        plain += simulated.iteration
-    assert simulated.now / plain - 1 == pytest.approx(0.035, abs=0.005)
-    assert len(simulated.taken) >= 10_000 / 9, "each takes seven steps"
+    found = []
+    for seed in range(4):
+        draws, simulated, plain = random.Random(seed), machine(0.035, copy=0.5, persist=6.4), 0.0
+        for _ in range(10_000):
+            simulated.iteration = max(0.3, draws.gauss(1, 0.4))
+            simulated.run(1)
+            plain += simulated.iteration
+        found.append(simulated.now / plain - 1)
+        assert len(simulated.taken) >= 10_000 / 9, "each takes seven steps"
+    assert mean(found) == pytest.approx(0.035, abs=0.005)
+    assert max(found) <= 0.04
 
 
 @settings(max_examples=60)
