@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 import ray
-from ray._common.utils import get_default_ray_temp_dir
 
 from raytrain_ft.chaos.faults import ChaosError
 from raytrain_ft.errors import ConfigError
@@ -63,7 +62,7 @@ class LocalCluster:
         from ray.cluster_utils import Cluster
 
         head: dict[str, Any] = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-        head["temp_dir"] = get_default_ray_temp_dir()  # its logs are kept where those of any cluster are
+        head["temp_dir"] = str(_rays_directory())  # its logs are kept where those of any cluster are
         self._hide_address()
         head["dashboard_agent_listen_port"] = None  # any: Ray's own choice may be that of another cluster on this machine
         self._cluster = Cluster()
@@ -88,7 +87,7 @@ class LocalCluster:
         everybody's."""
         self._directory = tempfile.mkdtemp(prefix="raytrain_ft-cluster-")
         self._set("RAY_TMPDIR", self._directory)
-        Path(get_default_ray_temp_dir()).mkdir()
+        _rays_directory().mkdir()
 
     def _restore(self) -> None:
         if self._directory is not None:
@@ -194,6 +193,13 @@ class LocalCluster:
                 process.send_signal(number)
             except psutil.NoSuchProcess:
                 continue
+
+
+def _rays_directory() -> Path:
+    """Where Ray puts all of a cluster's files in this environment. Private to Ray."""
+    from ray._common.utils import get_default_ray_temp_dir
+
+    return Path(get_default_ray_temp_dir())
 
 
 def _end_dashboard(head: Any) -> None:
