@@ -218,6 +218,7 @@ with checkfreq.open(f"{directory}/run", every=2, timeout=timedelta(seconds=60), 
     print(*sorted(name[:14] for name in os.listdir(f"{directory}/run/checkpoints") if name.startswith("step")))
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
+    dist.barrier()  # who is done sooner begins the last checkpoint, which the other is not to see
 dist.destroy_process_group()
 """
 
