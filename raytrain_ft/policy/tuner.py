@@ -381,7 +381,7 @@ class Tuner:
         self._unseen = 0
         profile = self.profile or Profile(iteration=0.0, update=0.0, copy=0.0, persist=0.0)
         self.profile = replace(profile, iteration=fmean(self._free), update=fmean(_without_hiccups(self._stretch.updates)))
-        self._deviation = _deviation(self._free)
+        self._deviation = _spread(self._free)
         return self._deviation * math.sqrt(n + n * n / len(self._free))
 
     def _bound(self) -> None:
@@ -456,12 +456,12 @@ def _have_changed(before: Sequence[float], since: Sequence[float]) -> bool:
     if len(before) < FEWEST_FREE or not since:
         return False
     longer = fmean(since) - fmean(before)
-    deviation = max(_deviation(before), _deviation(since))
+    deviation = max(_spread(before), _spread(since))
     differ = abs(longer) > UNLIKELY * deviation * math.sqrt(1 / len(before) + 1 / len(since))
     return differ and len(since) >= (2 if longer < 0 else FEWEST_FREE)
 
 
-def _deviation(values: Sequence[float]) -> float:
+def _spread(values: Sequence[float]) -> float:
     """Standard deviation. (That of `statistics` is exact, and takes a millisecond of a step.)"""
     middle = fmean(values)
     return math.sqrt(math.fsum((value - middle) ** 2 for value in values) / max(1, len(values) - 1))

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -1237,12 +1238,9 @@ def test_what_was_passed_over_is_not_kept_in_place_of_what_was_loaded(run_direct
     assert [step for step, _ in kept(run_directory)] == [10, 14]
 
 
-@pytest.mark.parametrize("error", [UnreachableError, UnknownFormatError])
-def test_what_may_be_whole_is_passed_over_but_stays(
-    run_directory: Path, monkeypatch: pytest.MonkeyPatch, error: type[StorageError]
-) -> None:
-    """The file system gives an error for as long as it is asked, or another version has written it."""
-    monkeypatch.setattr(checkpoint, "READ_S", 0.0)
+@contextmanager
+def unreadable(monkeypatch: pytest.MonkeyPatch, error: type[StorageError]) -> Iterator[None]:
+    """Storage gives this error, at once, for the shards of step 12."""
     view = LocalStorage.view
 
     def fails(self: LocalStorage, name: str) -> Any:
@@ -1250,9 +1248,19 @@ def test_what_may_be_whole_is_passed_over_but_stays(
             raise error("Input/output error")
         return view(self, name)
 
-    setup = Setup()
     with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "READ_S", 0.0)
         patch.setattr(LocalStorage, "view", fails)
+        yield
+
+
+@pytest.mark.parametrize("error", [UnreachableError, UnknownFormatError])
+def test_what_may_be_whole_is_passed_over_but_stays(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch, error: type[StorageError]
+) -> None:
+    """The file system gives an error for as long as it is asked, or another version has written it."""
+    setup = Setup()
+    with unreadable(monkeypatch, error):
         run = checkfreq.open(run_directory, every=5, **setup.objects)
     with run:
         assert run.step == 10
@@ -1319,16 +1327,7 @@ def test_a_checkpoint_that_was_passed_over_is_not_handed_to_ray(run_directory: P
 
 
 def test_nor_is_one_that_could_not_be_read(run_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "READ_S", 0.0)
-    view = LocalStorage.view
-
-    def fails(self: LocalStorage, name: str) -> Any:
-        if "000000012" in name and name.endswith(".arrow"):
-            raise UnreachableError("Input/output error")
-        return view(self, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStorage, "view", fails)
+    with unreadable(monkeypatch, UnreachableError):
         run = checkfreq.open(run_directory, every=5, **Setup().objects)
     with run:
         assert Path(run.ray_checkpoint().path).name == "step-000000010-e1-i1"
